@@ -1,0 +1,78 @@
+"""Mixture of experts of one block (ARCHITECTURE section 8)."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from dsv41_jax.config import Config
+from dsv41_jax.ops import Ops
+from dsv41_jax.weights import Weight, fp32_param
+from pallas_kernels.moe_experts.weights import ExpertWeights
+from pallas_kernels.numerics import Numerics
+from pallas_kernels.quant import Fp4Rows, Fp8Blocks, Packed
+
+
+class Gate(nnx.Module):
+    """Router weight [E, D] and the selection biases of text and of image rows."""
+
+    def __init__(self, cfg: Config, experts: int, *, numerics: Numerics, rngs: nnx.Rngs):
+        dtype = jnp.bfloat16 if numerics.packed_weights else jnp.float32
+        self.weight = nnx.Param(
+            fp32_param(rngs, experts, cfg.hidden_size, scale=0.02).get_value().astype(dtype)
+        )
+        self.bias = fp32_param(rngs, experts)
+        self.bias_vl = fp32_param(rngs, experts)
+
+
+class Experts(nnx.Module):
+    """w1, w3 [*, F, D] and w2 [*, D, F]; routed experts are stacked on a first axis E."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        stack: tuple[int, ...],
+        encoding: type[Packed],
+        *,
+        numerics: Numerics,
+        rngs: nnx.Rngs,
+    ):
+        d, f = cfg.hidden_size, cfg.moe_intermediate_size
+        self.w1 = Weight(*stack, f, d, encoding=encoding, numerics=numerics, rngs=rngs)
+        self.w3 = Weight(*stack, f, d, encoding=encoding, numerics=numerics, rngs=rngs)
+        self.w2 = Weight(*stack, d, f, encoding=encoding, numerics=numerics, rngs=rngs)
+
+    def __call__(self) -> ExpertWeights:
+        return ExpertWeights(self.w1(), self.w3(), self.w2())
+
+
+class MoE(nnx.Module):
+    """Gate, routed experts and the shared expert."""
+
+    def __init__(
+        self, cfg: Config, experts: int, top_k: int, *, numerics: Numerics, rngs: nnx.Rngs
+    ):
+        self.gate = Gate(cfg, experts, numerics=numerics, rngs=rngs)
+        self.experts = Experts(cfg, (experts,), Fp4Rows, numerics=numerics, rngs=rngs)
+        self.shared_experts = Experts(cfg, (), Fp8Blocks, numerics=numerics, rngs=rngs)
+        self.top_k, self.scale, self.limit = top_k, cfg.routed_scaling_factor, cfg.swiglu_limit
+
+    def route(self, ops: Ops, x: Array, image: Array) -> tuple[Array, Array]:
+        """Expert ids and weights [..., top_k] of x [..., D]; rows of an image span select with
+        ``bias_vl``.
+        """
+        bias = jnp.where(
+            image[..., None], self.gate.bias_vl.get_value(), self.gate.bias.get_value()
+        )
+        return ops.moe_gate(
+            x, self.gate.weight.get_value(), bias, top_k=self.top_k, scale=self.scale
+        )
+
+    def __call__(self, ops: Ops, x: Array, image: Array, live: Array) -> Array:
+        """x [B, T, D] normed, image and live bool [B, T] -> [B, T, D]; rows that are not live reach
+        no expert.
+        """
+        ids, weights = self.route(ops, x, image)
+        ids = jnp.where(live[..., None], ids, -1)
+        rows = (array.reshape(-1, array.shape[-1]) for array in (x, ids, weights))
+        y = ops.moe_experts(*rows, self.experts(), self.shared_experts(), limit=self.limit)
+        return y.reshape(x.shape)

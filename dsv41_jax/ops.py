@@ -1,0 +1,69 @@
+"""The record of operations that the model calls: the seam between the model, kernels and
+sharding.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from pallas_kernels.compress import op as compress
+from pallas_kernels.engram import op as engram
+from pallas_kernels.index_scores import op as index_scores
+from pallas_kernels.index_topk import op as index_topk
+from pallas_kernels.linear import op as linear
+from pallas_kernels.mhc import op as mhc
+from pallas_kernels.moe_experts import op as moe_experts
+from pallas_kernels.moe_gate import op as moe_gate
+from pallas_kernels.numerics import Numerics
+from pallas_kernels.output_projection import op as output_projection
+from pallas_kernels.sparse_attention import op as sparse_attention
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Operations with their numerics bound; each contract stands in
+    ``pallas_kernels/<op>/op.py``.
+    """
+
+    numerics: Numerics
+    linear: Callable
+    mhc_coefficients: Callable
+    mhc_collapse: Callable
+    mhc_expand: Callable
+    moe_gate: Callable
+    moe_experts: Callable
+    pool_pairs: Callable
+    index_scores: Callable
+    index_topk: Callable
+    top_blocks: Callable
+    sparse_attention: Callable
+    list_attention: Callable
+    output_projection: Callable
+    engram_rows: Callable
+    engram_gate: Callable
+    engram_add: Callable
+
+
+def local_ops(numerics: Numerics, kernels: str = "auto") -> Ops:
+    """Operations of one device; ``kernels`` is a kind of ``pallas_kernels.dispatch.KINDS``, chosen
+    here and only here.
+    """
+    return Ops(
+        numerics=numerics,
+        linear=partial(linear.build(kernels), numerics=numerics),
+        mhc_coefficients=mhc.build_coefficients(kernels),
+        mhc_collapse=mhc.build_collapse(kernels),
+        mhc_expand=mhc.build_expand(kernels),
+        moe_gate=moe_gate.build(kernels),
+        moe_experts=partial(moe_experts.build(kernels), numerics=numerics),
+        pool_pairs=compress.build(kernels),
+        index_scores=partial(index_scores.build(kernels), numerics=numerics),
+        index_topk=index_topk.build(kernels),
+        top_blocks=index_topk.build_blocks(kernels),
+        sparse_attention=partial(sparse_attention.build(kernels), numerics=numerics),
+        list_attention=partial(sparse_attention.build_list(kernels), numerics=numerics),
+        output_projection=partial(output_projection.build(kernels), numerics=numerics),
+        engram_rows=partial(engram.build_rows(kernels), dtype=numerics.dtype),
+        engram_gate=engram.build_gate(kernels),
+        engram_add=engram.build_add(kernels),
+    )

@@ -1,0 +1,1 @@
+"""Operations of the model: contract, jnp reference and, where it pays, a Pallas GPU kernel."""

@@ -1,0 +1,44 @@
+"""Reference of the hyper-connection ops."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+F32 = jnp.float32
+
+
+def coefficients(
+    h: Array, fn: Array, base: Array, scale: Array, *, iters: int, eps: float, norm_eps: float
+) -> tuple[Array, Array, Array]:
+    v = h.reshape(*h.shape[:-2], -1).astype(F32)
+    r = jax.lax.rsqrt(jnp.mean(v * v, axis=-1, keepdims=True) + norm_eps)
+    mixes = jnp.einsum("...k,nk->...n", v, fn.astype(F32), precision="highest") * r
+    return split_mixes(mixes, base, scale, streams=h.shape[-2], iters=iters, eps=eps)
+
+
+def split_mixes(
+    mixes: Array, base: Array, scale: Array, *, streams: int, iters: int, eps: float
+) -> tuple[Array, Array, Array]:
+    s = streams
+    pre = jax.nn.sigmoid(mixes[..., :s] * scale[0] + base[:s]) + eps
+    post = 2 * jax.nn.sigmoid(mixes[..., s : 2 * s] * scale[1] + base[s : 2 * s])
+    comb = mixes[..., 2 * s :] * scale[2] + base[2 * s :]
+    return pre, post, sinkhorn(comb.reshape(*comb.shape[:-1], s, s), iters=iters, eps=eps)
+
+
+def sinkhorn(comb: Array, *, iters: int, eps: float) -> Array:
+    comb = jax.nn.softmax(comb, axis=-1) + eps
+    comb = comb / (jnp.sum(comb, axis=-2, keepdims=True) + eps)
+    for _ in range(iters - 1):
+        comb = comb / (jnp.sum(comb, axis=-1, keepdims=True) + eps)
+        comb = comb / (jnp.sum(comb, axis=-2, keepdims=True) + eps)
+    return comb
+
+
+def collapse(h: Array, pre: Array) -> Array:
+    return jnp.sum(pre[..., None] * h.astype(F32), axis=-2).astype(h.dtype)
+
+
+def expand(h: Array, y: Array, post: Array, comb: Array) -> Array:
+    kept = jnp.einsum("...ij,...id->...jd", comb, h.astype(F32), precision="highest")
+    return (post[..., None] * y.astype(F32)[..., None, :] + kept).astype(h.dtype)

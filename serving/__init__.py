@@ -1,0 +1,1 @@
+"""Compiled programs and the loops that serve requests with them."""

@@ -1,0 +1,196 @@
+"""Generate from one prompt: ``python -m serving.generate --checkpoint DIR --prompt TEXT``."""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsv41_jax.checkpoint.load import load_model
+from dsv41_jax.command import exit_status, progress_line
+from dsv41_jax.errors import UserError
+from dsv41_jax.model import Model
+from dsv41_jax.ops import Ops
+from dsv41_jax.prompt import parse_token_ids, prompt_ids, read_text
+from dsv41_jax.score import default_numerics
+from dsv41_jax.tokenizer import Detokenizer, Tokenizer
+from pallas_kernels.dispatch import KINDS
+from pallas_kernels.numerics import MODES, Numerics
+from serving.request import Request, Result, TokenLogprobs, check_request
+from serving.runner import Runner, RunnerOptions
+from sharding.build import build_ops
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint ready to run."""
+
+    model: Model
+    tokenizer: Tokenizer
+    ops: Ops
+
+
+def load(
+    checkpoint: str | Path, numerics: Numerics, *, kernels: str = "auto", layout: str = "tp1"
+) -> Loaded:
+    """Model, tokenizer and operations of a checkpoint directory; UserError names whatever is wrong
+    with it.
+    """
+    ops = build_ops(layout, numerics, kernels)
+    model = load_model(checkpoint, numerics=numerics)
+    return Loaded(model, Tokenizer.from_dir(checkpoint, model.cfg), ops)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    return exit_status(lambda: _generate(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m serving.generate", description=__doc__)
+    parser.add_argument("--checkpoint", required=True, metavar="DIR")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="encoded behind a BOS")
+    source.add_argument("--token-ids", metavar="1,2,3")
+    source.add_argument("--prompt-file", metavar="F", help="UTF-8 text, encoded behind a BOS")
+    parser.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="default: 64, or what the positions leave"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)"
+    )
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="0 keeps every id (default)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end of sequence")
+    parser.add_argument("--swa-bounded-replay", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--numerics", choices=tuple(MODES), help="default: reference on a CPU, serving on a GPU"
+    )
+    parser.add_argument(
+        "--logprobs",
+        type=int,
+        default=0,
+        metavar="K",
+        help=f"alternatives a token, at most {MAX_LOGPROBS}",
+    )
+    parser.add_argument("--kernels", choices=KINDS, default="auto")
+    parser.add_argument(
+        "--page-size", type=int, default=64, metavar="N", help="tokens a page, even"
+    )
+    parser.add_argument(
+        "--chunk-size", type=int, default=512, metavar="N", help="most prompt rows a dispatch"
+    )
+    parser.add_argument("--layout", default="tp1", metavar="NAME")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    _check(arguments)
+    text = read_text(arguments.prompt_file) if arguments.prompt_file else arguments.prompt
+    given = parse_token_ids(arguments.token_ids) if arguments.token_ids is not None else None
+    numerics = default_numerics(arguments.numerics)
+    loaded = load(
+        arguments.checkpoint, numerics, kernels=arguments.kernels, layout=arguments.layout
+    )
+    prompt = prompt_ids(loaded.tokenizer, text) if given is None else given
+    request = _request(arguments, loaded, prompt)
+    check_request(request, loaded.model.cfg)
+    options = RunnerOptions(
+        max_tokens=len(prompt) + request.max_new_tokens,
+        page_size=arguments.page_size,
+        chunk=arguments.chunk_size,
+        replay=arguments.swa_bounded_replay,
+        logprobs=arguments.logprobs,
+    )
+    runner = Runner(loaded.model, loaded.ops, options)
+    runner.warm_up([len(prompt)], progress=progress_line)
+    stream = None if arguments.json else _Stream(loaded.tokenizer)
+    result = runner.generate([request], on_token=stream)[0]
+    if stream:
+        stream.finish(result, runner)
+    else:
+        print(json.dumps(_report(request, result, runner, loaded.tokenizer, arguments.logprobs)))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if not 0 <= arguments.logprobs <= MAX_LOGPROBS:
+        raise UserError(f"--logprobs {arguments.logprobs} must be between 0 and {MAX_LOGPROBS}")
+    if arguments.page_size < 2 or arguments.page_size % 2:
+        raise UserError(f"--page-size {arguments.page_size} must be even and at least 2")
+    if arguments.chunk_size < 1:
+        raise UserError(f"--chunk-size {arguments.chunk_size} must be at least 1")
+
+
+def _request(arguments: argparse.Namespace, loaded: Loaded, prompt: list[int]) -> Request:
+    cfg = loaded.model.cfg
+    new = arguments.max_new_tokens
+    if new is None:
+        new = max(1, min(64, cfg.max_position_embeddings - len(prompt)))
+    return Request(
+        prompt=tuple(prompt),
+        max_new_tokens=new,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        stop_ids=() if arguments.ignore_eos else (cfg.eos_token_id,),
+    )
+
+
+def _report(
+    request: Request, result: Result, runner: Runner, tokenizer: Tokenizer, logprobs: int
+) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "prompt_token_ids": list(request.prompt),
+        "token_ids": result.token_ids,
+        "text": tokenizer.decode(result.token_ids, skip_special=True),
+        "finish_reason": result.finish_reason,
+    }
+    if logprobs:
+        report["logprobs"] = [_logprobs(token) for token in result.logprobs]
+    report["stats"] = stats(result, runner)
+    return report
+
+
+def _logprobs(token: TokenLogprobs) -> dict[str, Any]:
+    top = [{"token_id": token_id, "logprob": logprob} for token_id, logprob in token.top]
+    return {"token_id": token.token_id, "logprob": token.logprob, "top": top}
+
+
+def stats(result: Result, runner: Runner) -> dict[str, float | int]:
+    """The figures every report shows."""
+    return {
+        "ttft_ms": round(result.ttft_ms, 3),
+        "tpot_ms": round(result.tpot_ms, 3),
+        "cached_tokens": result.cached_tokens,
+        "encoder_rows": result.encoder_rows,
+        "decoder_rows": result.decoder_rows,
+        "compiles_after_warmup": runner.compiles.count,
+        "kv_bytes_per_token": runner.kv_bytes_per_token,
+    }
+
+
+class _Stream:
+    """Text on standard output as it comes, statistics on standard error."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._text = Detokenizer(tokenizer, skip_special=True)
+
+    def __call__(self, _index: int, token: TokenLogprobs) -> None:
+        print(self._text.push(token.token_id), end="", flush=True)
+
+    def finish(self, result: Result, runner: Runner) -> None:
+        print(self._text.finish())
+        progress_line(f"{result.finish_reason}: {stats(result, runner)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Layouts of the model over several devices."""
