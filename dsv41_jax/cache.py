@@ -101,7 +101,8 @@ class Cache:
 
     pairs: (u, g) float32 of ratio-2 owners. history int32 [slots, n-1]: last token ids, -1 for
     none. last_token int32 [slots]: the newest token, not yet fed. carry: hand-off of the last
-    ``sliding_window`` prompt rows.
+    ``sliding_window`` prompt rows. counts int32 [slots, V], if penalties are wanted: how often each
+    id occurred (see ``serving.logit_rules``). All but the pools belongs to one request a slot.
     """
 
     pools: dict[int, Pool]
@@ -111,6 +112,7 @@ class Cache:
     history: Array
     last_token: Array
     carry: Ring
+    counts: Array | None = None
 
     @property
     def pool_bytes(self) -> int:
@@ -129,7 +131,14 @@ def window_ring_size(cfg: Config) -> int:
     )
 
 
-def new_cache(cfg: Config, numerics: Numerics, shape: CacheShape, *, drafts: bool = False) -> Cache:
+def new_cache(
+    cfg: Config,
+    numerics: Numerics,
+    shape: CacheShape,
+    *,
+    drafts: bool = False,
+    counts: bool = False,
+) -> Cache:
     """An empty cache; the extent of every array follows from ``shape`` alone."""
     types = row_types(numerics)
     owners = [layer for layer in layer_plan(cfg) if layer.owns_kv]
@@ -158,6 +167,7 @@ def new_cache(cfg: Config, numerics: Numerics, shape: CacheShape, *, drafts: boo
         history=jnp.full((shape.slots, cfg.engram_max_ngram_size - 1), -1, jnp.int32),
         last_token=jnp.zeros(shape.slots, jnp.int32),
         carry=_carry(cfg, numerics, shape.slots),
+        counts=jnp.zeros((shape.slots, cfg.vocab_size), jnp.int32) if counts else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Rows of a batch, built on the host as NumPy arrays."""
+"""Inputs of the programs, built on the host as NumPy arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsv41_jax.rows import Rows
-from serving.programs import Bucket
+from serving.buckets import Bucket, DecodeBatch
+from serving.logit_rules import LogitRules
 from serving.request import Request
 from serving.sampler import Sampling
 
@@ -20,7 +21,7 @@ class Segment:
     spans.
     """
 
-    tokens: Sequence[int]
+    tokens: Sequence[int] | np.ndarray
     start: int
     stop: int
     slot: int
@@ -36,24 +37,34 @@ def build_rows(segments: Sequence[Segment], bucket: Bucket, lookback: int) -> Ro
     the rest is dead.
     """
     b, t = bucket.requests, bucket.rows
-    ints = {
-        name: np.zeros(b, np.int32)
-        for name in ("start", "length", "slot", "floor", "decoder_floor", "write_from")
-    }
+    numbers = ("start", "slot", "floor", "decoder_floor", "write_from")
+    ints = {name: np.zeros(b, np.int32) for name in (*numbers, "length")}
     tokens, image = np.zeros((b, t), np.int32), np.zeros((b, t), bool)
     previous = np.full((b, lookback), -1, np.int32)
     for i, segment in enumerate(segments):
         length = segment.stop - segment.start
         ints["length"][i] = length
-        for name in ("start", "slot", "floor", "decoder_floor", "write_from"):
+        for name in numbers:
             ints[name][i] = getattr(segment, name)
         tokens[i, :length] = segment.tokens[segment.start : segment.stop]
-        image[i, :length] = [p in segment.image for p in range(segment.start, segment.stop)]
+        if segment.image:
+            image[i, :length] = [p in segment.image for p in range(segment.start, segment.stop)]
         for back in range(1, min(lookback, segment.start) + 1):
             position = segment.start - back
             previous[i, -back] = -1 if position in segment.image else segment.tokens[position]
     table = page_tables([segment.pages for segment in segments], bucket)
     return Rows(tokens=tokens, image=image, page_table=table, previous=previous, **ints)
+
+
+def build_targets(chunks: Sequence[tuple[np.ndarray, int, int]], bucket: Bucket) -> np.ndarray:
+    """int32 [B, T]: the prompt token after each row, 0 where there is none, of (prompt, start,
+    stop).
+    """
+    targets = np.zeros((bucket.requests, bucket.rows), np.int32)
+    for i, (prompt, start, stop) in enumerate(chunks):
+        following = prompt[start + 1 : stop + 1]
+        targets[i, : len(following)] = following
+    return targets
 
 
 def page_tables(pages: Sequence[Sequence[int]], bucket: Bucket) -> np.ndarray:
@@ -64,15 +75,57 @@ def page_tables(pages: Sequence[Sequence[int]], bucket: Bucket) -> np.ndarray:
     return table
 
 
-def build_sampling(requests: Sequence[Request], bucket: Bucket) -> Sampling:
-    """Sampling parameters of a bucket; places without a request are greedy."""
+def neutral_decode(count: int, pages: int, stop_ids: int) -> DecodeBatch:
+    """A decode batch [count] in which nothing is active."""
 
-    def column(values: list, fill: float, dtype: type) -> np.ndarray:
-        return np.array(values + [fill] * (bucket.requests - len(values)), dtype)
+    def column(fill: int, *width: int) -> np.ndarray:
+        return np.full((count, *width), fill, np.int32)
 
-    return Sampling(
-        temperature=column([r.temperature for r in requests], 0, np.float32),
-        top_k=column([r.top_k for r in requests], 0, np.int32),
-        top_p=column([r.top_p for r in requests], 1, np.float32),
-        seed=column([r.seed for r in requests], 0, np.uint32),
+    return DecodeBatch(
+        slot=column(0),
+        position=column(0),
+        active=np.zeros(count, bool),
+        page_table=column(-1, pages),
+        floor=column(0),
+        decoder_floor=column(0),
+        stop_ids=column(-1, stop_ids),
+        last_position=column(0),
     )
+
+
+def neutral_sampling(count: int, stop_ids: int, bias_ids: int | None) -> Sampling:
+    """Greedy sampling parameters [count]; rules that change nothing, or none if ``bias_ids`` is
+    None.
+    """
+
+    def column(fill: float, dtype: type = np.float32, *width: int) -> np.ndarray:
+        return np.full((count, *width), fill, dtype)
+
+    rules = None
+    if bias_ids is not None:
+        rules = LogitRules(
+            repetition=column(1),
+            frequency=column(0),
+            presence=column(0),
+            bias_ids=column(-1, np.int32, bias_ids),
+            bias=column(0, np.float32, bias_ids),
+            stop_ids=column(-1, np.int32, stop_ids),
+            min_position=column(0, np.int32),
+        )
+    return Sampling(
+        temperature=column(0),
+        top_k=column(0, np.int32),
+        top_p=column(1),
+        seed=column(0, np.uint32),
+        min_p=column(0),
+        rules=rules,
+    )
+
+
+def build_sampling(requests: Sequence[Request], bucket: Bucket) -> Sampling:
+    """Sampling parameters of a bucket without rules; places without a request are greedy."""
+    sampling = neutral_sampling(bucket.requests, 0, None)
+    for i, request in enumerate(requests):
+        for name in ("temperature", "top_k", "top_p", "seed", "min_p"):
+            getattr(sampling, name)[i] = getattr(request, name)
+    return sampling

@@ -1,5 +1,6 @@
 """What a caller asks for and gets."""
 
+import math
 from dataclasses import dataclass, field
 
 from dsv41_jax.config import Config
@@ -9,8 +10,12 @@ from dsv41_jax.prompt import check_token_ids
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt of token ids and how to continue it. temperature 0 is greedy; top_k 0 keeps every
-    id.
+    """A prompt of token ids and how to continue it.
+
+    temperature 0 is greedy; top_k 0 keeps every id. stop_ids end it and are kept as its last token;
+    stop strings end it and are cut off the text. logprobs, prompt_logprobs: alternatives a token,
+    None for no report; a request with prompt_logprobs runs every row through every layer and adopts
+    no cached prefix. min_tokens: no stop id before.
     """
 
     prompt: tuple[int, ...]
@@ -18,13 +23,28 @@ class Request:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a penalty needs the tokens that occurred."""
+        penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+        return penalties != (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """A generated token's log probability and the most probable alternatives, best first."""
+    """A token's log probability and the most probable alternatives, best first."""
 
     token_id: int
     logprob: float
@@ -34,11 +54,13 @@ class TokenLogprobs:
 @dataclass
 class Result:
     """Tokens generated so far. encoder_rows, decoder_rows: prompt rows through the layers up to the
-    last KV source and after it.
+    last KV source and after it. cached_tokens: prompt tokens taken from the prefix cache.
+    prompt_logprobs: of the prompt's second token on.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     encoder_rows: int = 0
     decoder_rows: int = 0
@@ -58,25 +80,43 @@ class Result:
 
 def check_request(request: Request, cfg: Config) -> None:
     """UserError naming the field, its value and what is allowed."""
-    limit = cfg.max_position_embeddings
     check_token_ids(request.prompt, cfg)
-    if request.max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={request.max_new_tokens} must be at least 1")
-    if len(request.prompt) + request.max_new_tokens > limit:
+    new, limit = request.max_new_tokens, cfg.max_position_embeddings
+    if new < 1:
+        raise UserError(f"max_new_tokens={new} must be at least 1")
+    if len(request.prompt) + new > limit:
         raise UserError(
-            f"prompt of {len(request.prompt)} tokens with max_new_tokens={request.max_new_tokens} "
+            f"prompt of {len(request.prompt)} tokens with max_new_tokens={new} "
             f"must fit max_position_embeddings={limit}"
         )
-    ranges = {
-        "temperature": (
-            request.temperature,
-            0 <= request.temperature < float("inf"),
-            "finite and at least 0",
-        ),
-        "top_p": (request.top_p, 0 < request.top_p <= 1, "above 0 and at most 1"),
-        "top_k": (request.top_k, 0 <= request.top_k < 2**31, "at least 0"),
-        "seed": (request.seed, 0 <= request.seed < 2**32, "an unsigned 32-bit number"),
-    }
-    for name, (value, valid, allowed) in ranges.items():
-        if not valid:
+    for name, (low, high, allowed) in _RANGES.items():
+        value = getattr(request, name)
+        if not (math.isfinite(value) and low <= value <= high):
             raise UserError(f"{name}={value} must be {allowed}")
+    if not 0 <= request.min_tokens <= new:
+        raise UserError(f"min_tokens={request.min_tokens} must be between 0 and {new=}")
+    ids = [("stop_ids", token) for token in request.stop_ids]
+    ids += [("logit_bias", token) for token, _ in request.logit_bias]
+    for name, token in ids:
+        if not 0 <= token < cfg.vocab_size:
+            raise UserError(f"{name}: token id {token} must be in [0, {cfg.vocab_size})")
+    for token, bias in request.logit_bias:
+        if not -100 <= bias <= 100:
+            raise UserError(
+                f"logit_bias of token id {token} is {bias}, must be between -100 and 100"
+            )
+    if any(not stop for stop in request.stop):
+        raise UserError("stop: a stop string must not be empty")
+
+
+_TINY = 5e-324
+_RANGES = {
+    "temperature": (0, 1e6, "finite and at least 0"),
+    "top_p": (_TINY, 1, "above 0 and at most 1"),
+    "min_p": (0, 1 - 2**-24, "at least 0 and below 1"),
+    "top_k": (0, 2**31 - 1, "at least 0 and below 2^31"),
+    "seed": (0, 2**32 - 1, "an unsigned 32-bit number"),
+    "repetition_penalty": (_TINY, 1e6, "finite and above 0"),
+    "frequency_penalty": (-2, 2, "between -2 and 2"),
+    "presence_penalty": (-2, 2, "between -2 and 2"),
+}

@@ -263,22 +263,11 @@ class Runner:
         return [*needed, ("decode", self._bucket(1))]
 
     def _run_idle(self, name: str, bucket: Bucket) -> None:
-        """One run without live rows: it stores nothing and compiles whatever a first call
+        """One run without live rows: it stores nothing, and compiles whatever a first call
         compiles.
         """
-        sampling = build_sampling([], bucket)
-        if name == "decode":
-            decoded = self._decode(self._decode_batch([], [], []), sampling)
-            list(_read(decoded))
-            return
-        rows = build_rows([], bucket, self.cfg.engram_max_ngram_size - 1)
-        inputs = (rows,) if name == "encode" else (rows, sampling)
-        out = self.programs(name, bucket, self.cache, *inputs)
-        if name == "encode":
-            self.cache = out
-        else:
-            self.cache, sampled = out
-            _token(sampled, 0)
+        out = self.programs(name, bucket, self.cache, *self.programs.idle_inputs(name, bucket))
+        self.cache = out if name == "encode" else out[0]
 
 
 def _token(sampled: Sampled, row: int) -> TokenLogprobs:

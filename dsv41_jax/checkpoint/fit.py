@@ -14,7 +14,7 @@ GPU_BYTES = 141 * 10**9
 GPU_COUNTS = (1, 2, 4, 8)
 RESERVED_FRACTION = 0.1
 ASSUMPTIONS = (
-    "weights spread evenly over the GPUs, head held in float32 (twice its stored bytes), draft "
+    "weights spread evenly over the GPUs, head held as stored, draft "
     "stages loaded, vision skipped; 10 % of each GPU kept for activations, window rings and "
     "programs; each GPU caches its own requests"
 )
@@ -75,7 +75,7 @@ def bytes_by_kind(specs: Mapping[str, TensorSpec]) -> ByKind:
     sums = dict.fromkeys(ByKind.__dataclass_fields__, 0)
     for name, spec in specs.items():
         kind = _kind(name, spec)
-        sums[kind] += spec.nbytes * (2 if kind == "head" else 1)
+        sums[kind] += spec.nbytes
     return ByKind(**sums)
 
 

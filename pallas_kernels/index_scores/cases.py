@@ -26,12 +26,16 @@ class Case:
         )
 
 
-CASES = tuple(
-    Case(requests, 1, context // 64, context, candidates)
-    for requests in (1, 32)
-    for context in (4096, 32768, 131072)
-    for candidates in (0, 2048)
-) + (Case(1, 512, 512, 32768), Case(1, 128, 512, 32768, 2048))
+CASES = (
+    *(
+        Case(requests, 1, context // 64, context, candidates)
+        for requests in (1, 32)
+        for context in (4096, 32768, 131072)
+        for candidates in (0, 2048)
+    ),
+    Case(1, 512, 512, 32768),
+    Case(1, 128, 512, 32768, 2048),
+)
 _small = {"heads": 4, "width": 32, "page": 8, "block_size": 4}
 CORNERS = (
     Case(1, 1, 1, 0, **_small),

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """rows R over ``entries`` N places of which the last row sees ``visible``; k entries are picked,
-    or ``blocks`` blocks.
+    """rows R over ``entries`` N places of which the last row sees ``visible``; k entries or
+    ``blocks`` blocks are picked.
     """
 
     rows: int

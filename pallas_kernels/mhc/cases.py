@@ -21,4 +21,9 @@ class Case:
 
 
 CASES = tuple(Case(rows) for rows in (1, 8, 32, 128, 2048))
-CORNERS = (Case(1, width=256), Case(0, width=256), Case(37, width=256), Case(3, streams=2, width=96))
+CORNERS = (
+    Case(1, width=256),
+    Case(0, width=256),
+    Case(37, width=256),
+    Case(3, streams=2, width=96),
+)

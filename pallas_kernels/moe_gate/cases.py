@@ -15,8 +15,9 @@ class Case:
         return f"rows={self.rows},experts={self.experts},top_k={self.top_k}"
 
 
-CASES = tuple(Case(rows) for rows in (1, 8, 32, 128, 2048)) + tuple(
-    Case(rows, experts=128, top_k=3) for rows in (5, 160)
+CASES = (
+    *(Case(rows) for rows in (1, 8, 32, 128, 2048)),
+    *(Case(rows, experts=128, top_k=3) for rows in (5, 160)),
 )
 CORNERS = (
     Case(1, 8, 2, 256),

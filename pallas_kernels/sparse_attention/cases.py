@@ -26,9 +26,12 @@ class Case:
         )
 
 
-CASES = tuple(
-    Case(requests, 1, 4096, selected) for requests in (1, 8, 32, 128) for selected in (0, 512)
-) + (Case(1, 128, 4096), Case(1, 2048, 4096), Case(32, 6, 4096))
+CASES = (
+    *(Case(requests, 1, 4096, selected) for requests in (1, 8, 32, 128) for selected in (0, 512)),
+    Case(1, 128, 4096),
+    Case(1, 2048, 4096),
+    Case(32, 6, 4096),
+)
 _small = {"window": 16, "heads": 4, "width": 32, "rope": 16, "page": 8}
 CORNERS = (
     Case(1, 1, 0, 0, 0, **_small),

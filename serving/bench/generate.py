@@ -1,45 +1,33 @@
-"""Benchmarks: ``python -m serving.bench generate --checkpoint DIR``."""
+"""Load, compile, first-token and decode times of one static batch."""
 
 import argparse
-import json
-import sys
 import time
-from typing import Any
 
-import jax
 import numpy as np
 
-from dsv41_jax.command import exit_status, output_file, progress_line
+from dsv41_jax.command import progress_line
 from dsv41_jax.errors import UserError
 from dsv41_jax.score import default_numerics
 from pallas_kernels.numerics import MODES
+from serving.bench.table import report
 from serving.generate import load
 from serving.request import Request, check_request
 from serving.runner import Runner, RunnerOptions
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns the exit status."""
-    arguments = _parser().parse_args(argv)
-    return exit_status(lambda: arguments.run(arguments))
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("generate", help="load, compile, first token and decode times")
+    parser.add_argument("--checkpoint", required=True, metavar="DIR")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--requests", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--numerics", choices=tuple(MODES))
+    parser.add_argument("--json", metavar="FILE", help="also write {'rows': [...]}")
+    parser.set_defaults(run=run)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m serving.bench", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    generate = commands.add_parser("generate", help="load, compile, first token and decode times")
-    generate.add_argument("--checkpoint", required=True, metavar="DIR")
-    generate.add_argument("--prompt-tokens", type=int, default=64)
-    generate.add_argument("--new-tokens", type=int, default=48)
-    generate.add_argument("--requests", type=int, default=1)
-    generate.add_argument("--repeats", type=int, default=5)
-    generate.add_argument("--numerics", choices=tuple(MODES))
-    generate.add_argument("--json", metavar="FILE", help="also write {'rows': [...]}")
-    generate.set_defaults(run=_generate)
-    return parser
-
-
-def _generate(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Medians over the repeats; random prompts, uniform over the vocabulary."""
     if arguments.repeats < 1:
         raise UserError(f"--repeats {arguments.repeats} must be at least 1")
@@ -73,10 +61,7 @@ def _generate(arguments: argparse.Namespace) -> None:
                 "compiles_after_warmup": runner.compiles.count,
             }
         )
-    _print(rows)
-    if arguments.json:
-        report = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}
-        _write(arguments.json, report)
+    report(rows, arguments.json)
 
 
 def _requests(arguments: argparse.Namespace, vocabulary: int) -> list[Request]:
@@ -84,18 +69,3 @@ def _requests(arguments: argparse.Namespace, vocabulary: int) -> list[Request]:
     shape = arguments.requests, arguments.prompt_tokens
     prompts = rng.integers(0, vocabulary, shape)
     return [Request(tuple(prompt.tolist()), arguments.new_tokens) for prompt in prompts]
-
-
-def _print(rows: list[dict[str, Any]]) -> None:
-    print("  ".join(f"{name:>{len(name)}}" for name in rows[0]))
-    for row in rows:
-        print("  ".join(f"{value!s:>{len(name)}}" for name, value in row.items()))
-
-
-def _write(path: str, report: dict[str, Any]) -> None:
-    with output_file(path) as file:
-        file.write(json.dumps(report, indent=1).encode())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

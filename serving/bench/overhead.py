@@ -1,0 +1,100 @@
+"""What the engine's own Python costs a decode step, without a device."""
+
+import argparse
+import time
+
+import numpy as np
+
+from dsv41_jax.config import Config
+from serving.bench.table import report
+from serving.buckets import Bucket
+from serving.pages import PagePool
+from serving.prefix_cache import ROOT, PrefixCache
+from serving.request import Request
+from serving.scheduler import Limits, Scheduler
+from serving.sequence import Sequence, Stage
+from serving.slots import SlotTable
+
+PAGE, PAGES, TABLE = 64, 40_000, 2048
+PROMPT, NEW = 5_000, 4_000
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("overhead", help="scheduling, batch building and prefix lookup")
+    parser.add_argument("--running", type=int, default=256, help="requests that decode")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--lookup-tokens", type=int, default=100_000)
+    parser.add_argument("--json", metavar="FILE", help="also write {'rows': [...]}")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Medians in milliseconds: of a step with every request decoding, and of one prefix lookup."""
+    count, cfg = arguments.running, Config.preset("flash")
+    pool = PagePool(PAGES)
+    cache = PrefixCache(pool, PAGE)
+    scheduler = Scheduler(
+        Limits(count, PAGE, cfg.sliding_window, prefill=((1, 512), (8, 2048))), pool, cache
+    )
+    table = SlotTable(cfg, count, TABLE, stop_ids=8, bias_ids=300)
+    _fill(scheduler, table, count)
+    steps = [_step(scheduler, table, count) for _ in range(arguments.steps)]
+    plan, build, register = np.median(np.array(steps), axis=0) * 1e3
+    rows = [
+        {"what": f"plan, {count} running", "ms": round(plan, 3)},
+        {"what": "batch building", "ms": round(build, 3)},
+        {"what": "pages into the prefix cache", "ms": round(register, 3)},
+        {"what": "whole step", "ms": round(plan + build + register, 3)},
+        {
+            "what": f"prefix lookup, {arguments.lookup_tokens} tokens",
+            "ms": round(_lookup(cache, pool, arguments.lookup_tokens), 3),
+        },
+    ]
+    report(rows, arguments.json)
+
+
+def _fill(scheduler: Scheduler, table: SlotTable, count: int) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        prompt = tuple(rng.integers(0, 1000, PROMPT).tolist())
+        scheduler.add(Sequence.of(Request(prompt, NEW), i))
+    while scheduler.waiting or any(s.stage is Stage.PREFILL for s in scheduler.running):
+        for chunk in scheduler.plan().chunks:
+            sequence = chunk.sequence
+            sequence.computed = chunk.stop
+            if chunk.last:
+                sequence.dispatched, sequence.stage = 1, Stage.DECODE
+                table.assign(sequence, replay=True)
+
+
+def _step(scheduler: Scheduler, table: SlotTable, count: int) -> tuple[float, float, float]:
+    """Seconds of planning, of building the decode batch, of registering pages."""
+    marks = [time.perf_counter()]
+    decode = scheduler.plan().decode
+    marks.append(time.perf_counter())
+    for sequence in decode:
+        table.update_pages(sequence)
+    table.decode_inputs([sequence.slot for sequence in decode], Bucket(count, 1, TABLE))
+    marks.append(time.perf_counter())
+    for sequence in decode:
+        sequence.dispatched += 1
+        sequence.result.token_ids.append(0)
+    registered = time.perf_counter()
+    for sequence in scheduler.running:
+        scheduler.register(sequence)
+    return marks[1] - marks[0], marks[2] - marks[1], time.perf_counter() - registered
+
+
+def _lookup(cache: PrefixCache, pool: PagePool, length: int) -> float:
+    tokens = np.random.default_rng(1).integers(0, 1000, length).astype(np.int32)
+    parent = ROOT
+    for index in range(length // PAGE):
+        page = pool.take(1)[0]
+        parent = cache.insert(parent, tokens[index * PAGE : (index + 1) * PAGE], page)
+    seconds = []
+    for _ in range(20):
+        began = time.perf_counter()
+        found = cache.match(tokens, length)
+        seconds.append(time.perf_counter() - began)
+        assert len(found) == length // PAGE
+    return 1e3 * float(np.median(seconds))

@@ -1,0 +1,158 @@
+"""The engine: continuous batching, a step dispatched before the one before it is read."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dsv41_jax.errors import UserError
+from dsv41_jax.model import Model
+from dsv41_jax.ops import Ops
+from dsv41_jax.tokenizer import Tokenizer
+from serving.compile_counter import CompileCounter
+from serving.executor import EngineOptions, Executor, InFlight
+from serving.output import TextOutput
+from serving.pages import PagePool
+from serving.prefix_cache import PrefixCache
+from serving.request import Request, TokenLogprobs, check_request
+from serving.scheduler import Limits, Scheduler
+from serving.sequence import Sequence, Stage
+from serving.tokens import host_tokens, prompt_tokens
+
+
+@dataclass(frozen=True)
+class Event:
+    """A token of a sequence and the text it lets out; ``finished`` with the last one."""
+
+    sequence: Sequence
+    token: TokenLogprobs
+    text: str
+    finished: bool
+
+
+class Engine:
+    """Runs requests to their end. One thread calls ``add``, ``abort`` and ``step``."""
+
+    def __init__(
+        self, model: Model, ops: Ops, options: EngineOptions, tokenizer: Tokenizer | None = None
+    ):
+        self.cfg, self.options, self.tokenizer = model.cfg, options, tokenizer
+        self.executor = Executor(model, ops, options)
+        self.pool = PagePool(options.pages)
+        self.prefix_cache = PrefixCache(self.pool, options.page_size)
+        limits = Limits(
+            slots=options.slots,
+            page_size=options.page_size,
+            window=self.cfg.sliding_window,
+            prefill=tuple(sorted(options.prefill)),
+            replay=options.replay,
+            prefix_cache=options.prefix_cache,
+        )
+        self.scheduler = Scheduler(limits, self.pool, self.prefix_cache)
+        self.compiles = CompileCounter()
+        self.pending: InFlight | None = None
+        self._arrivals = 0
+
+    def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
+        """Compile everything; nothing compiles afterwards."""
+        self.executor.warm_up(progress)
+        self.compiles.start()
+
+    def add(self, request: Request, priority: int = 0) -> Sequence:
+        """Queue a request, smaller ``priority`` first. UserError names the field that is wrong."""
+        self.check_request(request)
+        sequence = Sequence.of(request, self._arrivals, priority)
+        if self.tokenizer is not None:
+            sequence.output = TextOutput(self.tokenizer, request.stop)
+        sequence.queued_at = time.perf_counter()
+        self._arrivals += 1
+        self.scheduler.add(sequence)
+        return sequence
+
+    def check_request(self, request: Request) -> None:
+        """UserError for a request that this engine cannot run."""
+        check_request(request, self.cfg)
+        options = self.options
+        total = len(request.prompt) + request.max_new_tokens
+        limits = [
+            ("prompt and new tokens", total, options.max_tokens),
+            ("prompt and new tokens", total, options.pages * options.page_size),
+            ("stop_ids", len(request.stop_ids), options.max_stop_ids),
+            ("logit_bias ids", len(request.logit_bias), options.max_bias_ids),
+            ("logprobs", request.logprobs or 0, options.logprobs),
+            ("prompt_logprobs", request.prompt_logprobs or 0, options.logprobs),
+        ]
+        for name, value, limit in limits:
+            if value > limit:
+                raise UserError(f"{name}: {value} must be at most {limit}")
+        if request.prompt_logprobs is not None and not options.prompt_logprobs:
+            raise UserError("prompt_logprobs: this engine was started without them")
+        if request.stop and self.tokenizer is None:
+            raise UserError("stop: stop strings need a tokenizer")
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a request now; its pages are free for the next step."""
+        if sequence.stage is not Stage.DONE:
+            sequence.result.finish_reason = "abort"
+            self.scheduler.release(sequence)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to run and nothing to read."""
+        return self.scheduler.idle and self.pending is None
+
+    def step(self) -> list[Event]:
+        """Dispatch the next step, then read the one before it (without ``overlap``: itself)."""
+        plan = self.scheduler.plan()
+        dispatched = None
+        if not plan.empty:
+            dispatched = self.executor.run(plan)
+            for sequence in self.scheduler.running:
+                self.scheduler.register(sequence)
+        if not self.options.overlap:
+            return self._read(dispatched)
+        ready, self.pending = self.pending, dispatched
+        return self._read(ready)
+
+    def _read(self, flight: InFlight | None) -> list[Event]:
+        """Wait for a step and hand its tokens to their sequences."""
+        if flight is None:
+            return []
+        for scores, chunks in flight.scores:
+            for chunk, tokens in zip(chunks, prompt_tokens(scores, chunks), strict=False):
+                chunk.sequence.result.prompt_logprobs += tokens
+        events = []
+        for sampled, owners in flight.sampled:
+            for sequence, token in zip(owners, host_tokens(sampled, len(owners)), strict=True):
+                if sequence is not None and sequence.stage is not Stage.DONE:
+                    events.append(self._take(sequence, token))
+        return events
+
+    def _take(self, sequence: Sequence, token: TokenLogprobs) -> Event:
+        result, now = sequence.result, time.perf_counter()
+        if result.token_ids:
+            result.tpot_ms = 1e3 * (now - sequence.first_token_at) / len(result.token_ids)
+        else:
+            sequence.first_token_at = now
+            result.ttft_ms = 1e3 * (now - sequence.queued_at)
+        result.add(token, sequence.request)
+        text = self._text(sequence, token)
+        finished = result.finish_reason is not None
+        if finished:
+            self.scheduler.register(sequence)
+            self.scheduler.release(sequence)
+        return Event(sequence, token, text, finished)
+
+    def _text(self, sequence: Sequence, token: TokenLogprobs) -> str:
+        output, result = sequence.output, sequence.result
+        if output is None:
+            return ""
+        text = output.push(token.token_id)
+        if output.stopped is not None:
+            result.finish_reason = "stop"
+        if result.finish_reason is not None:
+            text += output.finish()
+        return text
+
+    def check(self) -> None:
+        """Invariants of the host state; for tests, after any step."""
+        self.scheduler.check()

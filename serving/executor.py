@@ -1,0 +1,255 @@
+"""Carries out a plan on the device: the programs, the cache and the slots' numbers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from dsv41_jax.cache import CacheShape, kv_bytes_per_token
+from dsv41_jax.model import Model
+from dsv41_jax.ops import Ops
+from serving.batch import Segment, build_rows, build_targets
+from serving.buckets import Bucket
+from serving.logit_rules import PROMPT
+from serving.programs import Programs
+from serving.replay import decoder_floor, window_floor
+from serving.sampler import RowScores, Sampled
+from serving.scheduler import Chunk, Plan
+from serving.sequence import Sequence, Stage
+from serving.slots import SlotTable
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """slots: running requests. pages: pages of the pool. max_tokens: prompt and new tokens of one
+    request. prefill: (requests, rows) of prefill dispatches; decode: requests of decode dispatches,
+    the largest must hold every slot. replay: bounded replay on both sides; off also means that no
+    cached prefix is used. overlap: dispatch a step before the one before it is read. logprobs: most
+    alternatives a token. prompt_logprobs: whether requests may ask for them (one program more a
+    prefill shape).
+    """
+
+    slots: int = 8
+    pages: int = 256
+    page_size: int = 64
+    max_tokens: int = 4096
+    prefill: tuple[tuple[int, int], ...] = ((1, 64), (1, 512))
+    decode: tuple[int, ...] = (1, 8)
+    replay: bool = True
+    prefix_cache: bool = True
+    overlap: bool = True
+    logprobs: int = 20
+    prompt_logprobs: bool = True
+    max_stop_ids: int = 8
+    max_bias_ids: int = 300
+
+    def __post_init__(self) -> None:
+        if max(self.decode) < self.slots:
+            raise ValueError(f"decode={self.decode} must reach slots={self.slots}")
+        if any(rows < 1 or requests < 1 for requests, rows in self.prefill):
+            raise ValueError(f"prefill={self.prefill} must be positive")
+
+    @property
+    def pages_per_request(self) -> int:
+        return -(-self.max_tokens // self.page_size)
+
+
+@dataclass
+class InFlight:
+    """What a step dispatched: sampled arrays and whose row is whose, and scores of prompt rows."""
+
+    sampled: list[tuple[Sampled, list[Sequence | None]]] = field(default_factory=list)
+    scores: list[tuple[RowScores, list[Chunk]]] = field(default_factory=list)
+
+
+class Executor:
+    """The device side of the engine; ``run`` only dispatches and never waits."""
+
+    def __init__(self, model: Model, ops: Ops, options: EngineOptions):
+        self.cfg, self.options = model.cfg, options
+        shape = CacheShape(options.slots, options.pages, options.page_size)
+        self.programs = Programs(
+            model,
+            ops,
+            shape,
+            logprobs=options.logprobs,
+            max_stop_ids=options.max_stop_ids,
+            max_bias_ids=options.max_bias_ids,
+        )
+        self.cache = self.programs.new_cache()
+        self.kv_bytes_per_token = kv_bytes_per_token(self.cache, shape)
+        self.table = SlotTable(
+            self.cfg,
+            options.slots,
+            options.pages_per_request,
+            stop_ids=options.max_stop_ids,
+            bias_ids=options.max_bias_ids,
+        )
+
+    def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
+        """Compile every program for every bucket and run each once without live rows."""
+        for name, bucket in self._everything():
+            if progress:
+                progress(f"compile {name} {bucket.requests} x {bucket.rows}")
+            self.programs.compile(name, bucket)
+            out = self.programs(name, bucket, self.cache, *self.programs.idle_inputs(name, bucket))
+            if name == "take_state":
+                continue
+            self.cache = out if name in ("encode", "put_state", "set_counts") else out[0]
+
+    def run(self, plan: Plan) -> InFlight:
+        """Dispatch a step, in the plan's order."""
+        flight = InFlight()
+        for sequence in plan.preempt:
+            self._save(sequence)
+        for sequence in plan.resume:
+            self._restore(sequence)
+        self._prefill(plan.chunks, flight)
+        if plan.decode:
+            self._decode(plan.decode, flight)
+        return flight
+
+    def _prefill(self, chunks: list[Chunk], flight: InFlight) -> None:
+        trimmed, full, scored = [], [], []
+        for chunk in chunks:
+            if chunk.sequence.result.encoder_rows == 0:
+                self._start(chunk.sequence)
+            self.table.update_pages(chunk.sequence)
+            if chunk.sequence.request.prompt_logprobs is not None:
+                scored.append(chunk)
+            else:
+                (trimmed if self.options.replay else full).append(chunk)
+        if trimmed:
+            self._encode(trimmed)
+        if last := [chunk.sequence for chunk in trimmed if chunk.last]:
+            self._replay(last, flight)
+        if full:
+            self._prefill_full(full, flight)
+        if scored:
+            self._prefill_scored(scored, flight)
+
+    def _start(self, sequence: Sequence) -> None:
+        """First chunk of a sequence: its slot's numbers, and its prompt for the penalties."""
+        self.table.assign(sequence, replay=self.options.replay)
+        if sequence.request.counts_tokens:
+            counts = np.zeros(self.cfg.vocab_size, np.int32)
+            counts[sequence.prompt] = PROMPT
+            slot = np.int32(sequence.slot)
+            self.cache = self.programs("set_counts", self._one, self.cache, slot, counts)
+
+    def _encode(self, chunks: list[Chunk]) -> None:
+        bucket, rows, _ = self._prefill_inputs(chunks)
+        self.cache = self.programs("encode", bucket, self.cache, rows)
+
+    def _prefill_full(self, chunks: list[Chunk], flight: InFlight) -> None:
+        bucket, rows, sampling = self._prefill_inputs(chunks)
+        self.cache, sampled = self.programs("prefill_full", bucket, self.cache, rows, sampling)
+        self._keep(sampled, [c.sequence if c.last else None for c in chunks], flight)
+
+    def _prefill_scored(self, chunks: list[Chunk], flight: InFlight) -> None:
+        bucket, rows, sampling = self._prefill_inputs(chunks)
+        targets = build_targets([(c.sequence.prompt, c.start, c.stop) for c in chunks], bucket)
+        inputs = rows, sampling, targets
+        self.cache, sampled, scores = self.programs("prefill_scored", bucket, self.cache, *inputs)
+        flight.scores.append((scores, chunks))
+        self._keep(sampled, [c.sequence if c.last else None for c in chunks], flight)
+
+    def _replay(self, sequences: list[Sequence], flight: InFlight) -> None:
+        window = self.cfg.sliding_window
+        places = min(n for n, _ in self.options.prefill if n >= len(sequences))
+        bucket = self._bucket(places, window)
+        segments = []
+        for sequence in sequences:
+            start = decoder_floor(sequence.length, window, replay=True)
+            segments.append(self._segment(sequence, start, sequence.length))
+            sequence.result.decoder_rows = sequence.length - start
+        rows = build_rows(segments, bucket, self.cfg.engram_max_ngram_size - 1)
+        sampling = self.table.sampling_of([s.slot for s in sequences], bucket)
+        self.cache, sampled = self.programs("replay", bucket, self.cache, rows, sampling)
+        self._keep(sampled, [*sequences], flight)
+
+    def _decode(self, sequences: list[Sequence], flight: InFlight) -> None:
+        for sequence in sequences:
+            self.table.update_pages(sequence)
+        places = min(n for n in self.options.decode if n >= len(sequences))
+        bucket = self._bucket(places, 1)
+        inputs = self.table.decode_inputs([s.slot for s in sequences], bucket)
+        self.cache, decoded = self.programs("decode", bucket, self.cache, *inputs)
+        self._keep(decoded.sampled, [*sequences], flight)
+
+    def _keep(self, sampled: Sampled, owners: list[Sequence | None], flight: InFlight) -> None:
+        for sequence in owners:
+            if sequence is not None:
+                sequence.dispatched += 1
+                sequence.stage = Stage.DECODE
+        flight.sampled.append((sampled, owners))
+
+    def _prefill_inputs(self, chunks: list[Chunk]) -> tuple:
+        """Bucket, rows and sampling of prompt chunks; counts their rows."""
+        longest = max(chunk.stop - chunk.start for chunk in chunks)
+        fits = [(n, t) for n, t in self.options.prefill if n >= len(chunks) and t >= longest]
+        bucket = self._bucket(*min(fits, key=lambda shape: shape[0] * shape[1]))
+        segments = [self._segment(c.sequence, c.start, c.stop) for c in chunks]
+        for chunk in chunks:
+            chunk.sequence.computed = chunk.stop
+            chunk.sequence.result.encoder_rows += chunk.stop - chunk.start
+            if not self.options.replay or chunk.sequence.request.prompt_logprobs is not None:
+                chunk.sequence.result.decoder_rows += chunk.stop - chunk.start
+        rows = build_rows(segments, bucket, self.cfg.engram_max_ngram_size - 1)
+        return bucket, rows, self.table.sampling_of([c.sequence.slot for c in chunks], bucket)
+
+    def _segment(self, sequence: Sequence, start: int, stop: int) -> Segment:
+        floor = self.table.batch.decoder_floor[sequence.slot]
+        return Segment(
+            sequence.prompt,
+            start,
+            stop,
+            sequence.slot,
+            sequence.pages,
+            floor=window_floor(sequence.hit, self.cfg.sliding_window),
+            decoder_floor=int(floor),
+            write_from=sequence.hit,
+        )
+
+    def _save(self, sequence: Sequence) -> None:
+        saved = sequence.saved
+        place = np.int32(saved.slot), self._page_row(saved.pages)
+        saved.state = self.programs("take_state", self._one, self.cache, *place)
+        for array in jax.tree.leaves(saved.state):
+            array.copy_to_host_async()
+
+    def _restore(self, sequence: Sequence) -> None:
+        saved = sequence.saved
+        self.table.assign(sequence, replay=self.options.replay)
+        self.table.update_pages(sequence)
+        place = np.int32(sequence.slot), self._page_row(sequence.pages)
+        state = jax.tree.map(np.asarray, saved.state)
+        self.cache = self.programs("put_state", self._one, self.cache, *place, state)
+        sequence.saved = None
+
+    def _page_row(self, pages: list[int]) -> np.ndarray:
+        row = np.full(self.options.pages_per_request, -1, np.int32)
+        row[: len(pages)] = pages
+        return row
+
+    @property
+    def _one(self) -> Bucket:
+        return self._bucket(1, 1)
+
+    def _bucket(self, requests: int, rows: int) -> Bucket:
+        return Bucket(requests, rows, self.options.pages_per_request)
+
+    def _everything(self) -> list[tuple[str, Bucket]]:
+        options = self.options
+        shapes = [self._bucket(*shape) for shape in options.prefill]
+        names = ["encode"] if options.replay else ["prefill_full"]
+        if options.prompt_logprobs:
+            names.append("prefill_scored")
+        wanted = [(name, bucket) for name in names for bucket in shapes]
+        if options.replay:
+            places = sorted({requests for requests, _ in options.prefill})
+            window = self.cfg.sliding_window
+            wanted += [("replay", self._bucket(count, window)) for count in places]
+        wanted += [("decode", self._bucket(count, 1)) for count in options.decode]
+        return wanted + [(name, self._one) for name in ("take_state", "put_state", "set_counts")]

@@ -1,0 +1,273 @@
+"""What runs in the next step: plain Python, state in, plan out."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from serving.pages import PagePool
+from serving.prefix_cache import ROOT, PrefixCache
+from serving.replay import adopted_hit, prefill_start
+from serving.sequence import Sequence, Stage
+
+
+@dataclass(frozen=True)
+class Limits:
+    """slots: requests with state on the device. prefill: shapes (requests, rows) of encode
+    dispatches, ascending.
+
+    window: ``sliding_window``. replay: bounded replay on. prefix_cache: whether hits are looked up
+    at all.
+    """
+
+    slots: int
+    page_size: int
+    window: int
+    prefill: tuple[tuple[int, int], ...]
+    replay: bool = True
+    prefix_cache: bool = True
+
+    @property
+    def longest_chunk(self) -> int:
+        return max(rows for _, rows in self.prefill)
+
+    def prefill_shape(self, requests: int, rows: int) -> tuple[int, int] | None:
+        """The smallest shape that holds so many requests of so many rows."""
+        fitting = [shape for shape in self.prefill if shape[0] >= requests and shape[1] >= rows]
+        return min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompt rows start .. stop-1 of a sequence."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def last(self) -> bool:
+        return self.stop == self.sequence.length
+
+
+@dataclass
+class Plan:
+    """One step, in the order the engine carries it out."""
+
+    preempt: list[Sequence] = field(default_factory=list)
+    resume: list[Sequence] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    decode: list[Sequence] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.preempt or self.resume or self.chunks or self.decode)
+
+
+class Scheduler:
+    """Owns sequences, slots and pages. Urgent sequences go first; the least urgent one is preempted
+    when pages run out.
+
+    The most urgent running sequence is never preempted, so every step makes progress.
+    """
+
+    def __init__(self, limits: Limits, pool: PagePool, cache: PrefixCache):
+        self.limits, self.pool, self.cache = limits, pool, cache
+        self.waiting: list[Sequence] = []
+        self.swapped: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._slots = list(reversed(range(limits.slots)))
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.swapped or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+        self.waiting.sort(key=lambda s: s.rank)
+
+    def plan(self) -> Plan:
+        """Decide the next step and take the slots and pages it needs."""
+        plan = Plan()
+        self._plan_decode(plan)
+        self._resume(plan)
+        self._plan_prefill(plan)
+        return plan
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back everything a sequence holds and forget it."""
+        for queue in (self.waiting, self.swapped, self.running):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._drop(sequence)
+        sequence.saved = None
+        sequence.stage = Stage.DONE
+
+    def register(self, sequence: Sequence) -> None:
+        """Put the sequence's complete pages of known tokens into the prefix cache."""
+        if not self.limits.prefix_cache or not sequence.pages:
+            return
+        size = self.limits.page_size
+        written = sequence.computed if sequence.dispatched == 0 else sequence.next_position
+        complete = min(written, sequence.length + len(sequence.result.token_ids)) // size
+        if complete <= len(sequence.nodes):
+            return
+        tokens = sequence.tokens_known()
+        for index in range(len(sequence.nodes), complete):
+            parent = sequence.nodes[-1] if sequence.nodes else ROOT
+            piece = tokens[index * size : (index + 1) * size]
+            sequence.nodes.append(self.cache.insert(parent, piece, sequence.pages[index]))
+
+    def _plan_decode(self, plan: Plan) -> None:
+        for sequence in sorted(self.running, key=lambda s: s.rank):
+            if sequence.stage is not Stage.DECODE or sequence.all_dispatched:
+                continue
+            if self._grow(plan, sequence, sequence.next_position + 1):
+                plan.decode.append(sequence)
+
+    def _resume(self, plan: Plan) -> None:
+        """Bring swapped sequences back before anything new starts, unless this step had to swap one
+        out.
+        """
+        while self.swapped and self._slots and not plan.preempt:
+            sequence = min(self.swapped, key=lambda s: s.rank)
+            kept = self._surviving_pages(sequence)
+            missing = len(sequence.saved.pages) - len(kept)
+            self.pool.share(kept)
+            # One page more than it had, if there is one, or it would make way again at once.
+            room = min(missing + 1, self.pool.pages - len(kept))
+            if not self._make_room(room):
+                self.pool.give_back(kept)
+                return
+            sequence.pages = kept + self.pool.take(missing)
+            sequence.nodes = sequence.nodes[: len(kept)]
+            sequence.slot = self._slots.pop()
+            sequence.stage = sequence.resume_to
+            self.swapped.remove(sequence)
+            self.running.append(sequence)
+            plan.resume.append(sequence)
+
+    def _plan_prefill(self, plan: Plan) -> None:
+        started = [
+            s for s in sorted(self.running, key=lambda s: s.rank) if s.stage is Stage.PREFILL
+        ]
+        for sequence in started:
+            self._add_chunk(plan, sequence)
+        while self.waiting and self._slots and not self.swapped and not plan.preempt:
+            if not self._has_room(plan, 1):
+                return
+            sequence = self.waiting[0]
+            if not self._start(sequence):
+                return
+            self._add_chunk(plan, sequence)
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence a slot, its hit and the pages of its prompt."""
+        matched: list[int] = []
+        size, limits = self.limits.page_size, self.limits
+        if limits.prefix_cache and limits.replay and sequence.request.prompt_logprobs is None:
+            matched = self.cache.match(sequence.prompt, (sequence.length - 1) // size)
+        hit = adopted_hit(len(matched) * size, limits.window)
+        nodes = matched[: hit // size]
+        shared = [page for page in map(self.cache.page, nodes) if page is not None]
+        self.pool.share(shared)
+        missing = -(-sequence.length // size) - len(shared)
+        if not self._make_room(missing):
+            self.pool.give_back(shared)
+            return False
+        sequence.pages = shared + self.pool.take(missing)
+        sequence.nodes, sequence.hit = nodes, hit
+        sequence.computed = prefill_start(hit, limits.window)
+        sequence.slot = self._slots.pop()
+        sequence.stage = Stage.PREFILL
+        sequence.result.cached_tokens = hit
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        return True
+
+    def _has_room(self, plan: Plan, rows: int) -> bool:
+        most = max([rows, *(chunk.stop - chunk.start for chunk in plan.chunks)])
+        return self.limits.prefill_shape(len(plan.chunks) + 1, most) is not None
+
+    def _add_chunk(self, plan: Plan, sequence: Sequence) -> None:
+        """As many of the sequence's rows as a shape holds beside the chunks already planned."""
+        left = sequence.length - sequence.computed
+        most = max((chunk.stop - chunk.start for chunk in plan.chunks), default=0)
+        requests = len(plan.chunks) + 1
+        widths = [rows for count, rows in self.limits.prefill if count >= requests and rows >= most]
+        if widths and sequence.stage is Stage.PREFILL and sequence in self.running:
+            stop = sequence.computed + min(left, max(widths))
+            plan.chunks.append(Chunk(sequence, sequence.computed, stop))
+
+    def _grow(self, plan: Plan, sequence: Sequence, rows: int) -> bool:
+        """Pages for ``rows`` rows; False if the sequence itself had to make way."""
+        while len(sequence.pages) * self.limits.page_size < rows:
+            if self._make_room(1):
+                sequence.pages += self.pool.take(1)
+                continue
+            victim = max(self.running, key=lambda s: s.rank)
+            self._preempt(plan, victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, plan: Plan, victim: Sequence) -> None:
+        if victim in plan.decode:
+            plan.decode.remove(victim)
+        victim.resume_to = victim.stage
+        victim.stage = Stage.SWAPPED
+        victim.saved = Saved(slot=victim.slot, pages=list(victim.pages))
+        self.running.remove(victim)
+        self.swapped.append(victim)
+        plan.preempt.append(victim)
+        self._drop(victim)
+
+    def _drop(self, sequence: Sequence) -> None:
+        self.pool.give_back(sequence.pages)
+        sequence.pages = []
+        if sequence.slot >= 0:
+            self._slots.append(sequence.slot)
+            sequence.slot = -1
+
+    def _surviving_pages(self, sequence: Sequence) -> list[int]:
+        """Its own cached pages that were not evicted meanwhile: they hold the very bytes it wrote
+        or read.
+        """
+        pages = []
+        for index, node in enumerate(sequence.nodes):
+            page = self.cache.page(node)
+            if page is None or page != sequence.saved.pages[index]:
+                break
+            pages.append(page)
+        return pages
+
+    def _make_room(self, count: int) -> bool:
+        if self.pool.free < count:
+            self.cache.evict(count - self.pool.free)
+        return self.pool.free >= count
+
+    def check(self, extra: Items[Sequence] = ()) -> None:
+        """Slots and pages are held by exactly the running sequences and the cache."""
+        self.pool.check()
+        self.cache.check()
+        slots = [s.slot for s in self.running]
+        assert sorted(slots + self._slots) == list(range(self.limits.slots))
+        held: dict[int, int] = {}
+        for sequence in (*self.running, *extra):
+            for page in sequence.pages:
+                held[page] = held.get(page, 0) + 1
+        for page in range(self.pool.pages):
+            cached = self.pool.holders(page) - held.get(page, 0)
+            assert cached in (0, 1), (page, self.pool.holders(page), held.get(page, 0))
+        for sequence in self.running:
+            rows = sequence.computed if not sequence.dispatched else sequence.next_position
+            assert len(sequence.pages) * self.limits.page_size >= rows
+        for sequence in self.waiting:
+            assert not sequence.pages and sequence.slot < 0
+
+
+@dataclass
+class Saved:
+    """What a preempted sequence held; ``state`` is filled by the engine with the bytes."""
+
+    slot: int
+    pages: list[int]
+    state: object = None

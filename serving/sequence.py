@@ -1,0 +1,84 @@
+"""A request on its way through the engine, as the scheduler sees it."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from serving.output import TextOutput
+from serving.request import Request, Result
+
+
+class Stage(Enum):
+    """WAITING: no slot yet. PREFILL: rows of its prompt are left. REPLAY: all are encoded. DECODE:
+    has a first token, or one on its way.
+
+    SWAPPED: preempted, its state is on the host. DONE: finished, aborted or refused.
+    """
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    SWAPPED = "swapped"
+    DONE = "done"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Everything the host knows of a request.
+
+    computed: prompt rows whose global entries are written or on their way. hit: cached prompt
+    tokens adopted. dispatched: tokens sampled so far, read or not. nodes: prefix-cache nodes of its
+    first pages. resume_to: stage before it was preempted; saved: the state taken from the device
+    then.
+    """
+
+    request: Request
+    arrival: int
+    priority: int = 0
+    prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    stage: Stage = Stage.WAITING
+    result: Result = field(default_factory=Result)
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    computed: int = 0
+    hit: int = 0
+    dispatched: int = 0
+    resume_to: Stage = Stage.PREFILL
+    saved: Any = None
+    output: TextOutput | None = None
+    queued_at: float = 0.0
+    first_token_at: float = 0.0
+
+    @classmethod
+    def of(cls, request: Request, arrival: int, priority: int = 0) -> "Sequence":
+        return cls(request, arrival, priority, np.asarray(request.prompt, np.int32))
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Sort key: lower numbers of ``priority`` first, then arrival."""
+        return self.priority, self.arrival
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def next_position(self) -> int:
+        """Position of the token that the next decode step feeds."""
+        return self.length + self.dispatched - 1
+
+    @property
+    def all_dispatched(self) -> bool:
+        """Whether the last token that ``max_new_tokens`` allows is on its way."""
+        return self.dispatched >= self.request.max_new_tokens
+
+    @property
+    def running(self) -> bool:
+        return self.stage in (Stage.PREFILL, Stage.DECODE)
+
+    def tokens_known(self) -> np.ndarray:
+        """Prompt and generated ids that have been read, int32."""
+        return np.concatenate([self.prompt, np.asarray(self.result.token_ids, np.int32)])

@@ -1,0 +1,41 @@
+"""Sampled arrays on the host."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from serving.request import TokenLogprobs
+from serving.sampler import RowScores, Sampled
+from serving.scheduler import Chunk
+
+
+def host_tokens(sampled: Sampled, rows: int) -> list[TokenLogprobs]:
+    """The first ``rows`` tokens of one step; waits for the device. A leading axis of one step is
+    allowed.
+    """
+    arrays = [
+        np.asarray(a)
+        for a in (sampled.token, sampled.logprob, sampled.top_ids, sampled.top_logprobs)
+    ]
+    if arrays[0].ndim == 2:
+        arrays = [array[0] for array in arrays]
+    return list(_tokens(*(array[:rows] for array in arrays)))
+
+
+def prompt_tokens(scores: RowScores, chunks: list[Chunk]) -> Iterator[list[TokenLogprobs]]:
+    """Of each chunk, the log probabilities of the prompt tokens that follow its rows; waits for the
+    device.
+    """
+    arrays = [np.asarray(a) for a in (scores.logprob, scores.top_ids, scores.top_logprobs)]
+    for row, chunk in enumerate(chunks):
+        following = chunk.sequence.prompt[chunk.start + 1 : chunk.stop + 1]
+        logprob, top_ids, top_logprobs = (array[row, : len(following)] for array in arrays)
+        yield list(_tokens(following, logprob, top_ids, top_logprobs))
+
+
+def _tokens(
+    token: np.ndarray, logprob: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
+) -> Iterator[TokenLogprobs]:
+    columns = (array.tolist() for array in (token, logprob, top_ids, top_logprobs))
+    for token_id, value, ids, values in zip(*columns, strict=True):
+        yield TokenLogprobs(token_id, value, tuple(zip(ids, values, strict=True)))
