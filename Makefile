@@ -16,10 +16,10 @@ demo: venv
 	$(bin)/python -m serving.demo --checkpoint tests/goldens/tiny_ckpt
 
 test: venv
-	$(bin)/python -m pytest -n 2 --durations 15
+	$(bin)/python -m pytest -n 2 --dist loadfile --durations 15
 
 golden: venv
-	$(bin)/python -m pytest -n 2 -m "golden and not slow"
+	$(bin)/python -m pytest -n 2 --dist loadfile -m "golden and not slow"
 
 lint: venv
 	$(bin)/ruff check

@@ -51,7 +51,7 @@ class Projections(nnx.Module):
         """
         qr = self.q_norm(ops.linear(x, self.wq_a()))
         q = ops.linear(qr, self.wq_b())
-        return qr, q.reshape(*q.shape[:-1], self.heads, -1)
+        return qr, q.reshape(*q.shape[:-1], self.heads, q.shape[-1] // self.heads)
 
     def window_rows(self, ops: Ops, x: Array, at: Angles) -> StoredRows:
         """Window rows [B, T] of x at the angles ``at``, as the cache stores them."""
@@ -127,11 +127,13 @@ class Attention(Projections):
         new = self.window_rows(ops, x, at)
         before, exists = ring.tail(rows.slot, rows.start, self.window_size - 1)
         # The ring is read before it is written, or XLA copies it.
-        before, new = jax.lax.optimization_barrier((before, new))
+        before, exists, new, position = jax.lax.optimization_barrier(
+            (before, exists, new, rows.position)
+        )
         window = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), before, new)
         written = jnp.concatenate([exists, rows.live], axis=1)
         windows = list(cache.windows)
-        windows[self.layer.index] = ring.write(new, rows.slot, rows.position, rows.live)
+        windows[self.layer.index] = ring.write(new, rows.slot, position, rows.live)
         return window, written, replace(cache, windows=tuple(windows))
 
     def _store_global(self, ops: Ops, x: Array, rows: Rows, cache: Cache) -> Cache:

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,18 +26,17 @@ def output_file(path: str) -> Iterator[BinaryIO]:
     written.
     """
     target = Path(path)
+    if target.is_dir():
+        raise UserError(f"{path}: cannot be written: is a directory")
+    part = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
-    try:
-        with os.fdopen(handle, "wb") as file:
+        with open(part, "xb") as file:
             yield file
-        os.replace(name, target)
+        os.replace(part, target)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
     finally:
-        Path(name).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
 
 
 def progress_line(text: str) -> None:

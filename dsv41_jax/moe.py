@@ -73,6 +73,7 @@ class MoE(nnx.Module):
         """
         ids, weights = self.route(ops, x, image)
         ids = jnp.where(live[..., None], ids, -1)
-        rows = (array.reshape(-1, array.shape[-1]) for array in (x, ids, weights))
+        count = live.size
+        rows = (array.reshape(count, array.shape[-1]) for array in (x, ids, weights))
         y = ops.moe_experts(*rows, self.experts(), self.shared_experts(), limit=self.limit)
         return y.reshape(x.shape)

@@ -49,7 +49,7 @@ def build_rows(segments: Sequence[Segment], bucket: Bucket, lookback: int) -> Ro
         tokens[i, :length] = segment.tokens[segment.start : segment.stop]
         if segment.image:
             image[i, :length] = [p in segment.image for p in range(segment.start, segment.stop)]
-        for back in range(1, min(lookback, segment.start) + 1):
+        for back in range(1, min(lookback, segment.start if length else 0) + 1):
             position = segment.start - back
             previous[i, -back] = -1 if position in segment.image else segment.tokens[position]
     table = page_tables([segment.pages for segment in segments], bucket)

@@ -114,7 +114,9 @@ class Executor:
         trimmed, full, scored = [], [], []
         for chunk in chunks:
             if chunk.sequence.result.encoder_rows == 0:
-                self._start(chunk.sequence)
+                self.table.assign(chunk.sequence, replay=self.options.replay)
+            if chunk.last and chunk.sequence.request.counts_tokens:
+                self._set_counts(chunk.sequence)
             self.table.update_pages(chunk.sequence)
             if chunk.sequence.request.prompt_logprobs is not None:
                 scored.append(chunk)
@@ -129,14 +131,12 @@ class Executor:
         if scored:
             self._prefill_scored(scored, flight)
 
-    def _start(self, sequence: Sequence) -> None:
-        """First chunk of a sequence: its slot's numbers, and its prompt for the penalties."""
-        self.table.assign(sequence, replay=self.options.replay)
-        if sequence.request.counts_tokens:
-            counts = np.zeros(self.cfg.vocab_size, np.int32)
-            counts[sequence.prompt] = PROMPT
-            slot = np.int32(sequence.slot)
-            self.cache = self.programs("set_counts", self._one, self.cache, slot, counts)
+    def _set_counts(self, sequence: Sequence) -> None:
+        """The prompt for the penalties, before the chunk whose token is the first to be kept."""
+        counts = np.zeros(self.cfg.vocab_size, np.int32)
+        counts[sequence.prompt] = PROMPT
+        slot = np.int32(sequence.slot)
+        self.cache = self.programs("set_counts", self._one, self.cache, slot, counts)
 
     def _encode(self, chunks: list[Chunk]) -> None:
         bucket, rows, _ = self._prefill_inputs(chunks)

@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _generate(arguments: argparse.Namespace) -> None:
     _check(arguments)
-    text = read_text(arguments.prompt_file) if arguments.prompt_file else arguments.prompt
+    text = arguments.prompt if arguments.prompt_file is None else read_text(arguments.prompt_file)
     given = parse_token_ids(arguments.token_ids) if arguments.token_ids is not None else None
     numerics = default_numerics(arguments.numerics)
     loaded = load(

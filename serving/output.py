@@ -6,7 +6,8 @@ from dsv41_jax.tokenizer import Detokenizer, Tokenizer
 
 
 class TextOutput:
-    """Feeds tokens to a detokenizer and cuts the text before the first stop string.
+    """Feeds tokens to a detokenizer and cuts the text before the stop string that is complete
+    first, of two complete at once the longer.
 
     ``text`` is what may be shown: it never contains a stop string, nor the beginning of one that
     may still complete.
@@ -31,9 +32,10 @@ class TextOutput:
         if self.stopped is not None:
             return ""
         self._held += piece
-        found = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
+        at = [(self._held.find(stop), stop) for stop in self._stop]
+        found = [(start + len(stop), start, stop) for start, stop in at if start >= 0]
         if found:
-            end, self.stopped = min(found)
+            _, end, self.stopped = min(found)
         else:
             end = len(self._held) - (0 if last else self._open_tail())
         out, self._held = self._held[:end], self._held[end:]

@@ -61,9 +61,9 @@ class Programs:
         """The executable of a program for a bucket, compiled the first time it is asked for."""
         if (name, bucket) not in self.executables:
             cache = jax.eval_shape(self.new_cache)
-            inputs = self._shapes(name, bucket)
+            inputs = self.input_shapes(name, bucket)
             donate = () if name == "take_state" else (1,)
-            function = jit(self._bound(name, bucket), donate=donate)
+            function = jit(self.bound(name, bucket), donate=donate)
             self.executables[name, bucket] = function.lower(self.params, cache, *inputs).compile()
         return self.executables[name, bucket]
 
@@ -96,11 +96,13 @@ class Programs:
         saved = jax.eval_shape(take_state, jax.eval_shape(self.new_cache), slot, pages)
         return slot, pages, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), saved)
 
-    def _shapes(self, name: str, bucket: Bucket) -> tuple:
+    def input_shapes(self, name: str, bucket: Bucket) -> tuple:
+        """Shapes of a program's inputs after the cache."""
         inputs = self.idle_inputs(name, bucket)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), inputs)
 
-    def _bound(self, name: str, bucket: Bucket) -> Callable:
+    def bound(self, name: str, bucket: Bucket) -> Callable:
+        """The function that a program compiles: of the parameters, the cache and its inputs."""
         if name in MOVES:
             return lambda params, cache, *inputs: MOVES[name](cache, *inputs)
         options: dict[str, int] = {} if name == "encode" else {"logprobs": self.logprobs}

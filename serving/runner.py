@@ -252,8 +252,8 @@ class Runner:
 
     def _needed(self, prompt_rows: Sequence[int]) -> list[tuple[str, Bucket]]:
         prefill = "encode" if self.options.replay else "prefill_full"
-        longest, chunk = max(prompt_rows), self.options.chunk
-        chunks = {min(chunk, longest - start) for start in range(0, longest, chunk)}
+        chunk = self.options.chunk
+        chunks = {min(chunk, n - start) for n in prompt_rows for start in range(0, n, chunk)}
         needed = [
             (prefill, bucket)
             for bucket in dict.fromkeys(self._bucket(rows) for rows in sorted(chunks))

@@ -75,7 +75,9 @@ def sample(
 
 
 def _draw(logits: Array, sampling: Sampling, position: Array) -> Array:
-    scaled = logits / jnp.where(sampling.temperature > 0, sampling.temperature, 1)
+    scaled = (logits - jnp.max(logits)) / jnp.where(
+        sampling.temperature > 0, sampling.temperature, 1
+    )
     key = jax.random.fold_in(jax.random.key(sampling.seed), position)
     return jax.random.categorical(key, jnp.where(_kept(scaled, sampling), scaled, -jnp.inf))
 

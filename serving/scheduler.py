@@ -66,7 +66,8 @@ class Scheduler:
     """Owns sequences, slots and pages. Urgent sequences go first; the least urgent one is preempted
     when pages run out.
 
-    The most urgent running sequence is never preempted, so every step makes progress.
+    The most urgent running sequence makes way only if cached copies of its own prefix leave it no
+    page; it comes back with them evicted, so every sequence makes progress.
     """
 
     def __init__(self, limits: Limits, pool: PagePool, cache: PrefixCache):
@@ -110,6 +111,9 @@ class Scheduler:
         complete = min(written, sequence.length + len(sequence.result.token_ids)) // size
         if complete <= len(sequence.nodes):
             return
+        # A node whose page is another request's copy of the same tokens may be evicted meanwhile.
+        while sequence.nodes and self.cache.page(sequence.nodes[-1]) is None:
+            sequence.nodes.pop()
         tokens = sequence.tokens_known()
         for index in range(len(sequence.nodes), complete):
             parent = sequence.nodes[-1] if sequence.nodes else ROOT

@@ -2,7 +2,8 @@
 
 Sources: [G] tests/goldens/README.md, "Recommended tolerances"; on the same page [V] under
 vl_mask_p37.npz, [R] under replay_fp32.npz, [X] under extra_vectors.npz; [D] the project's contract
-of equality (a row's result across buckets, chunkings, batch sizes and layouts).
+of equality (a row's result across buckets, chunkings, batch sizes and layouts); [A] float32
+arithmetic: some units in the last place of a sum of that length, against float64.
 """
 
 FP32_LOGITS_ABS = 1e-4  # [G] float32 mode, end to end; tokens, drafts and selections identical
@@ -30,3 +31,14 @@ IMAGE_QUANT_COSINE = 0.98  # [V] per row
 
 ACROSS_BUCKETS_ABS = 1e-5  # [D] float32: other bucket, chunking or batch size; tokens equal
 SHARDED_ABS = 1e-4  # [D] float32: sharded against local; tokens equal
+
+# [M] goldens/README.md, "Measured", summation-order sensitivity: quant mode, inputs from the trace
+ORDER_REL_RMS = 1.4e-4
+ORDER_DIFFERENT_FRACTION = 0.001
+
+# [A] float32 against a float64 oracle of the same operation
+F32_REL = 2e-6  # one expression, or a dot of up to some thousand products relative to its norm
+# ARCHITECTURE 4.5: a softmax over the global maximum against blockwise rounding, 640 random keys
+ONE_PASS_REL_RMS = 2e-3
+# [G] quant mode: what a third implementation reached teacher-forced, rounded down
+E2E_DECODE_COSINE_MEAN = 0.985

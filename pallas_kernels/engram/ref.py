@@ -12,7 +12,7 @@ F32 = jnp.float32
 def engram_rows(table: Array | Packed, ids: Array, *, dtype: jnp.dtype) -> Array:
     rows = jax.tree.map(lambda plane: plane[ids], table)
     values = rows.dequantize(dtype) if isinstance(rows, Packed) else rows.astype(dtype)
-    return values.reshape(*ids.shape[:-1], -1)
+    return values.reshape(*ids.shape[:-1], ids.shape[-1] * values.shape[-1])
 
 
 def engram_gate(

@@ -10,7 +10,7 @@ F32 = jnp.float32
 def coefficients(
     h: Array, fn: Array, base: Array, scale: Array, *, iters: int, eps: float, norm_eps: float
 ) -> tuple[Array, Array, Array]:
-    v = h.reshape(*h.shape[:-2], -1).astype(F32)
+    v = h.reshape(*h.shape[:-2], h.shape[-2] * h.shape[-1]).astype(F32)
     r = jax.lax.rsqrt(jnp.mean(v * v, axis=-1, keepdims=True) + norm_eps)
     mixes = jnp.einsum("...k,nk->...n", v, fn.astype(F32), precision="highest") * r
     return split_mixes(mixes, base, scale, streams=h.shape[-2], iters=iters, eps=eps)

@@ -13,7 +13,8 @@ F32 = jnp.float32
 def output_projection(
     o: Array, wo_a: Array | Packed, wo_b: Array | Packed, *, groups: int, numerics: Numerics
 ) -> Array:
-    grouped = o.reshape(*o.shape[:-2], groups, -1).astype(F32)
+    heads, width = o.shape[-2:]
+    grouped = o.reshape(*o.shape[:-2], groups, heads * width // groups).astype(F32)
     weight = dequantized(wo_a, F32).reshape(groups, -1, grouped.shape[-1])
     z = jnp.einsum("...gk,gnk->...gn", grouped, weight, precision="highest").astype(numerics.dtype)
-    return linear(z.reshape(*z.shape[:-2], -1), wo_b, numerics=numerics)
+    return linear(z.reshape(*z.shape[:-2], groups * z.shape[-1]), wo_b, numerics=numerics)

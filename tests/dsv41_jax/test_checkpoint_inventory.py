@@ -129,8 +129,8 @@ def test_what_fits(flash):
     cfg = Config.preset("flash")
     kinds = bytes_by_kind(flash)
     head = flash["head.weight"].nbytes
-    assert kinds.head == 2 * head
-    assert kinds.loaded + kinds.vision - head == 510_286_023_000
+    assert kinds.head == head
+    assert kinds.loaded + kinds.vision == 510_286_023_000
     fits = {(fit.gpus, fit.engram): fit for fit in what_fits(cfg, kinds)}
     assert not fits[2, "host"].fits and fits[4, "host"].fits
     assert not fits[4, "device"].fits and fits[8, "device"].fits

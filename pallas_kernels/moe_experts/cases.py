@@ -1,0 +1,164 @@
+"""Cases of ``moe_experts``: shapes shared by tests and ``pallas_kernels.bench``, random weights,
+uniform routing.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from pallas_kernels.bench import Problem
+from pallas_kernels.moe_experts import decode_plan
+from pallas_kernels.moe_experts.weights import ExpertWeights
+from pallas_kernels.numerics import SERVING
+from pallas_kernels.quant import Fp4Rows, Fp8Blocks, dequantized
+
+F32 = jnp.float32
+LIMIT = 10.0
+ROUTINGS = 16  # different routings, taken in turn
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one GPU holds of a layer: ``local`` experts of ``width`` columns each."""
+
+    name: str
+    local: int
+    width: int
+    experts: int = 384
+    hidden: int = 5120
+    top_k: int = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: int
+    layout: Layout
+    phase: str = "decode"
+
+    def __str__(self) -> str:
+        return f"phase={self.phase},rows={self.rows},layout={self.layout.name}"
+
+
+LAYOUTS = (Layout("tp1", 384, 2304), Layout("tp8", 384, 288), Layout("ep8", 48, 2304))
+CASES = tuple(Case(rows, layout) for layout in LAYOUTS for rows in (1, 8, 32, 128))
+
+
+def random_weights(
+    key: Array, local: int, width: int, hidden: int
+) -> tuple[ExpertWeights, ExpertWeights]:
+    """Experts ``Fp4Rows`` and a shared one ``Fp8Blocks``: random codes, scales near 2^-7."""
+
+    def fp4(key: Array, n: int, k: int) -> Fp4Rows:
+        a, b = jax.random.split(key)
+        codes = jax.random.bits(a, (local, n, k // 2), jnp.uint8)
+        return Fp4Rows(
+            codes, jax.random.randint(b, (local, n, k // 32), 118, 122).astype(jnp.uint8)
+        )
+
+    def fp8(key: Array, n: int, k: int) -> Fp8Blocks:
+        a, b = jax.random.split(key)
+        codes = jax.random.normal(a, (n, k), F32).astype(jnp.float8_e4m3fn)
+        scales = jax.random.randint(b, (n // 32, k // 32), 120, 124).astype(jnp.uint8)
+        return Fp8Blocks(codes, scales)
+
+    keys = jax.random.split(key, 6)
+    dims = ((width, hidden), (width, hidden), (hidden, width))
+    routed = ExpertWeights(*(fp4(k, *nk) for k, nk in zip(keys[:3], dims, strict=True)))
+    return routed, ExpertWeights(*(fp8(k, *nk) for k, nk in zip(keys[3:], dims, strict=True)))
+
+
+def routings(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Local ids int32 [ROUTINGS, R, k] (-1 for experts held elsewhere) and weights; uniform,
+    without replacement.
+    """
+    rng = np.random.default_rng(seed)
+    layout = case.layout
+    order = rng.random((ROUTINGS, case.rows, layout.experts)).argsort(axis=-1)[..., : layout.top_k]
+    ids = np.where(order < layout.local, order, -1).astype(np.int32)
+    weights = rng.random(ids.shape, np.float32) + 0.1
+    return ids, (1.5 * weights / weights.sum(-1, keepdims=True)).astype(np.float32)
+
+
+@lru_cache(maxsize=1)
+def _weights(layout: Layout, seed: int) -> tuple[ExpertWeights, ExpertWeights]:
+    make = jax.jit(random_weights, static_argnums=(1, 2, 3))
+    return make(jax.random.key(seed), layout.local, layout.width, layout.hidden)
+
+
+@lru_cache(maxsize=1)
+def _packed(layout: Layout, seed: int):
+    from pallas_kernels.moe_experts.repack import pack
+
+    return pack(*_weights(layout, seed))
+
+
+def xla_path(
+    x: Array, ids: Array, weights: Array, experts: ExpertWeights, shared: ExpertWeights
+) -> Array:
+    """The best plain XLA program found: a loop over the experts touched, weights dequantised to
+    bf16.
+    """
+    rows, d = x.shape
+    plan = decode_plan.make_plan(ids, weights, experts.w1.shape[0])
+    pairs, picked = plan.pairs.reshape(-1, 8), plan.weights.reshape(-1, 8)
+
+    def ffn(x: Array, w: ExpertWeights, scale: Array | float) -> Array:
+        w1, w3, w2 = (dequantized(m, jnp.bfloat16) for m in (w.w1, w.w3, w.w2))
+        dot = partial(jnp.einsum, "tk,nk->tn", preferred_element_type=F32)
+        up = jnp.clip(dot(x, w3), -LIMIT, LIMIT)
+        t = jax.nn.silu(jnp.minimum(dot(x, w1), LIMIT)) * up * scale
+        return dot(t.astype(jnp.bfloat16), w2)
+
+    def item(i: Array, total: Array) -> Array:
+        w = jax.tree.map(lambda m: m[plan.expert[i]], experts)
+        row = jnp.maximum(pairs[i], 0) // ids.shape[1]
+        y = ffn(x[row], w, picked[i][:, None])
+        return total.at[row].add(jnp.where(pairs[i][:, None] >= 0, y, 0))
+
+    total = jax.lax.fori_loop(0, plan.items[0], item, jnp.zeros((rows, d), F32))
+    return (total + ffn(x, shared, 1.0)).astype(jnp.bfloat16)
+
+
+def problem(case: Case, impl: str, seed: int) -> Problem:
+    layout = case.layout
+    ids, weights = routings(case, seed)
+    x = jax.random.normal(jax.random.key(seed + 1), (case.rows, layout.hidden), jnp.bfloat16)
+    if impl == "pallas":
+        from pallas_kernels.moe_experts.kernel_sm90 import moe_experts_decode
+
+        data = (_packed(layout, seed),)
+        run = partial(
+            moe_experts_decode,
+            experts=layout.local,
+            width=layout.width,
+            limit=LIMIT,
+            numerics=SERVING,
+        )
+    else:
+        data, run = _weights(layout, seed), xla_path
+
+    def call(i: int, carry: Array, data: tuple) -> Array:
+        ids, weights, *rest = data
+        # Times zero: each execution waits for the one before it, on the same x.
+        y = run(x + 0 * carry, ids[i % ROUTINGS], weights[i % ROUTINGS], *rest)
+        return y
+
+    touched = np.mean([len(np.unique(one[one >= 0])) for one in ids])
+    pairs = np.mean([(one >= 0).sum() for one in ids])
+    matrix = 3 * layout.hidden * layout.width
+    packed = touched * matrix / 2
+    nbytes = packed * (1 + 1 / 16) + matrix * (1 + 1 / 1024) + 4 * x.size
+    executions = {"pallas": 32 if case.rows == 1 else 16, "xla": 2}[impl]
+    return Problem(
+        call=call,
+        carry=jnp.zeros_like(x),
+        data=(jnp.asarray(ids), jnp.asarray(weights), *data),
+        nbytes=float(nbytes),
+        flops=float(2 * matrix * (pairs + case.rows)),
+        executions=executions,
+        extra={"packed_gbps": lambda us: packed / us / 1e3},
+    )

@@ -1,0 +1,200 @@
+"""What surrounds the decode kernel in XLA: which experts run on which rows, the token images, and
+the combine.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.quant import Fp8Rows
+
+TILE = 8  # tokens of a routed work item
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Plan:
+    """Work items: an expert and up to eight of its (row, slot) pairs; only the first ``items`` of I
+    count.
+    """
+
+    items: Array  # int32 [1]
+    expert: Array  # int32 [I]
+    pairs: Array  # int32 [I * 8], row * k + slot, -1 where there is none
+    weights: Array  # f32 [I * 8], 0 where there is none
+
+
+@dataclass(frozen=True)
+class PlanLayout:
+    """Where things lie in the one int32 array the kernel reads: items, expert, pairs, weights
+    (bits), rows, counters.
+    """
+
+    items: int
+    shared_tokens: int  # of all shared tiles together
+    counter_count: int
+
+    expert = 1
+
+    @property
+    def pairs(self) -> int:
+        return self.expert + self.items
+
+    @property
+    def weights(self) -> int:
+        return self.pairs + TILE * self.items
+
+    @property
+    def rows(self) -> int:
+        return self.weights + TILE * self.items
+
+    @property
+    def counters(self) -> int:
+        return self.rows + self.shared_tokens
+
+    def flatten(self, plan: Plan, rows: int) -> Array:
+        """``plan``, the rows of the shared tiles (-1 past ``rows``) and zeroed counters as int32
+        [n].
+        """
+        row = jnp.arange(self.shared_tokens, dtype=jnp.int32)
+        bits = jax.lax.bitcast_convert_type(plan.weights, jnp.int32)
+        row = jnp.where(row < rows, row, -1)
+        zeros = jnp.zeros(self.counter_count, jnp.int32)
+        return jnp.concatenate([plan.items, plan.expert, plan.pairs, bits, row, zeros])
+
+
+def max_items(rows: int, k: int, experts: int) -> int:
+    pairs = rows * k
+    if rows <= TILE:
+        return pairs if rows == 1 else min(pairs, experts)
+    return min(pairs, (pairs + (TILE - 1) * min(experts, pairs)) // TILE)
+
+
+def make_plan(ids: Array, weights: Array, experts: int) -> Plan:
+    """Plan of ids int32 [R, k], weights f32 [R, k]. Up to eight rows: one item an expert, a row
+    keeps its place in it (the ids of a row must differ). More rows: an expert's pairs in order,
+    eight an item.
+    """
+    rows, k = ids.shape
+    flat = ids.reshape(-1)
+    valid = (flat >= 0) & (flat < experts)
+    if rows == 1:
+        return _plan_one(flat, valid, weights.reshape(-1))
+    count = max_items(rows, k, experts)
+    e = jnp.where(valid, flat, experts)
+    p = jnp.arange(rows * k, dtype=jnp.int32)
+    same = (e[:, None] == e[None, :]) & (p[None, :] < p[:, None])
+    place = jnp.sum(same, axis=1, dtype=jnp.int32)  # pairs of the same expert before this one
+    leads = valid & (place % TILE == 0) if rows > TILE else valid & (place == 0)
+    item = jnp.sum(leads[None, :] & (e[None, :] < e[:, None]), axis=1, dtype=jnp.int32)
+    lane = p // k
+    if rows > TILE:
+        item, lane = item + place // TILE, place % TILE
+    slot = jnp.where(valid, item * TILE + lane, count * TILE)
+    pairs = jnp.full(count * TILE, -1, jnp.int32).at[slot].set(p, mode="drop")
+    live = pairs >= 0
+    picked = jnp.where(live, weights.reshape(-1)[pairs], 0)
+    expert = jnp.zeros(count, jnp.int32).at[jnp.where(valid, item, count)].set(flat, mode="drop")
+    return Plan(jnp.sum(leads, dtype=jnp.int32).reshape(1), expert, pairs, picked)
+
+
+def _plan_one(flat: Array, valid: Array, weights: Array) -> Plan:
+    """One row: its valid slots in order, slot by slot so that all fuses into one kernel."""
+    k = flat.shape[0]
+    item = jnp.arange(k, dtype=jnp.int32)
+    expert, pair, picked, place = item * 0, item * 0 - 1, item * 0.0, jnp.int32(0)
+    for slot in range(k):
+        here = valid[slot] & (item == place)
+        expert = jnp.where(here, flat[slot], expert)
+        pair = jnp.where(here, slot, pair)
+        picked = jnp.where(here, weights[slot], picked)
+        place += valid[slot].astype(jnp.int32)
+    first = jnp.arange(TILE)[None, :] == 0
+    pairs = jnp.where(first, pair[:, None], -1)
+    picked = jnp.where(first, picked[:, None], 0)
+    return Plan(place.reshape(1), expert, pairs.reshape(-1), picked.reshape(-1))
+
+
+def permute(x: Array, bk: int) -> Array:
+    """Columns of x [..., K] in the order of the fragments of ``repack``."""
+    lead, k = x.shape[:-1], x.shape[-1]
+    full = bk // 64 * 64
+    c = x.reshape(*lead, k // bk, bk)
+    units = (
+        c[..., :full]
+        .reshape(*lead, k // bk, -1, 2, 32)
+        .swapaxes(-1, -2)
+        .reshape(*lead, k // bk, full)
+    )
+    return jnp.concatenate([units, c[..., full:]], axis=-1).reshape(*lead, k)
+
+
+def restore(x: Array, bk: int) -> Array:
+    """The inverse of ``permute``."""
+    lead, k = x.shape[:-1], x.shape[-1]
+    full = bk // 64 * 64
+    c = x.reshape(*lead, k // bk, bk)
+    units = (
+        c[..., :full]
+        .reshape(*lead, k // bk, -1, 32, 2)
+        .swapaxes(-1, -2)
+        .reshape(*lead, k // bk, full)
+    )
+    return jnp.concatenate([units, c[..., full:]], axis=-1).reshape(*lead, k)
+
+
+def image(x: Array, bk: int) -> Array:
+    """bf16 [tiles, T, K] to int32 [tiles * K/bk, bk * T / 128, 64]: unswizzled wgmma core matrices
+    (8 tokens x 8).
+    """
+    tiles, tokens, k = x.shape
+    x = permute(x, bk).reshape(tiles, tokens // 8, 8, k // 8, 8).transpose(0, 3, 1, 2, 4)
+    words = jax.lax.bitcast_convert_type(x.reshape(-1, 2), jnp.int32)
+    return words.reshape(tiles * k // bk, bk * tokens // 128, 64)
+
+
+def from_image(words: Array, bk: int, tokens: int, k: int) -> Array:
+    """The inverse of ``image``: bf16 [tiles, T, K]."""
+    x = jax.lax.bitcast_convert_type(words, jnp.bfloat16).reshape(-1, k // 8, tokens // 8, 8, 8)
+    return restore(x.transpose(0, 2, 3, 1, 4).reshape(-1, tokens, k), bk)
+
+
+def token_tiles(x: Array, plan: Plan, k: int) -> Array:
+    """Tokens of the routed items: [1, 8, D] for all of them up to eight rows, else [I, 8, D]."""
+    rows = x.shape[0]
+    if rows <= TILE:
+        return jnp.pad(x, ((0, TILE - rows), (0, 0)))[None]
+    pairs = plan.pairs.reshape(-1, TILE)
+    return jnp.where((pairs >= 0)[..., None], x[jnp.maximum(pairs, 0) // k], 0)
+
+
+def shared_tiles(x: Array, tokens: int) -> Array:
+    rows = x.shape[0]
+    return jnp.pad(x, ((0, -rows % tokens), (0, 0))).reshape(-1, tokens, x.shape[1])
+
+
+def round_activations(x: Array) -> Array:
+    return Fp8Rows.quantize(x).dequantize(jnp.bfloat16)
+
+
+def combine(y: Array, shared: Array, ids: Array, experts: int, round_outputs: bool) -> Array:
+    """y f32 [R * k, splits, D] (unwritten where the id is invalid), shared f32 [R, splits, D] to
+    bf16 [R, D].
+    """
+    rows, k = ids.shape
+    valid = (ids >= 0) & (ids < experts)
+    y = y.reshape(rows, k, *y.shape[1:])
+
+    def expert(splits: Array) -> Array:
+        value = splits[:, 0]
+        for s in range(1, splits.shape[1]):
+            value = value + splits[:, s]
+        # XLA may drop a cast to bf16 and back; this rounding it keeps.
+        return jax.lax.reduce_precision(value, 8, 7) if round_outputs else value
+
+    total = jnp.zeros((rows, y.shape[-1]), jnp.float32)
+    for slot in range(k):
+        total = total + jnp.where(valid[:, slot, None], expert(y[:, slot]), 0)
+    return (total + expert(shared)).astype(jnp.bfloat16)

@@ -1,0 +1,106 @@
+"""Prometheus metrics under vLLM's names, so that its dashboards and load tools read them."""
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from serving.engine import Engine
+
+if TYPE_CHECKING:
+    from serving.server.worker import Choice
+
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+_TTFT_S += (20, 40, 80, 160, 640, 2560)
+_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1)
+_GAP_S += (2.5, 5, 7.5, 10, 20, 40, 80)
+_REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
+_REQUEST_S += (480, 960, 1920, 7680)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The engine between two steps. kv_usage: share of the pages that running requests hold."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    compiles: int
+
+
+def snapshot(engine: Engine) -> Snapshot:
+    """To be called on the engine's thread."""
+    scheduler = engine.scheduler
+    held = {page for sequence in scheduler.running for page in sequence.pages}
+    return Snapshot(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting) + len(scheduler.swapped),
+        kv_usage=len(held) / engine.pool.pages,
+        compiles=engine.compiles.count,
+    )
+
+
+class Metrics:
+    """One registry a server; of the event loop's thread alone."""
+
+    def __init__(self, model_name: str):
+        self.registry = CollectorRegistry()
+        name = {"model_name": model_name}
+
+        def counter(metric: str, text: str) -> Counter:
+            return _labelled(Counter(metric, text, tuple(name), registry=self.registry), name)
+
+        def gauge(metric: str, text: str) -> Gauge:
+            return _labelled(Gauge(metric, text, tuple(name), registry=self.registry), name)
+
+        def histogram(metric: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(metric, text, tuple(name), registry=self.registry, buckets=buckets)
+            return _labelled(made, name)
+
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "To the first token", _TTFT_S)
+        self._gap = histogram("vllm:inter_token_latency_seconds", "Between two tokens", _GAP_S)
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Whole requests", _REQUEST_S)
+        self._running = gauge("vllm:num_requests_running", "Requests in a slot")
+        self._waiting = gauge("vllm:num_requests_waiting", "Requests without a slot")
+        self._usage = gauge("vllm:kv_cache_usage_perc", "Share of pages in use, 1 is all")
+        self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up")
+        self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache")
+        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of requests that started")
+        self._generated = counter("vllm:generation_tokens", "Tokens generated")
+        self._compiles = gauge("dsv41_compiles_after_warmup", "Programs compiled while serving")
+        self.empty_answers = counter("dsv41_empty_answers", "Answers that stopped without content")
+        labels = (*name, "finished_reason")
+        ended = Counter("vllm:request_success", "Ended requests", labels, registry=self.registry)
+        reasons = ("stop", "length", "abort", "error")
+        self._ended = {reason: ended.labels(model_name, reason) for reason in reasons}
+
+    def token(self, choice: "Choice", now: float) -> None:
+        """A token came; the first one also says what the prefix cache gave."""
+        self._generated.inc()
+        if choice.last_token_at:
+            self._gap.observe(now - choice.last_token_at)
+        else:
+            length = len(choice.request.prompt)
+            self._ttft.observe(now - choice.added_at)
+            self._prompt.inc(length)
+            self._queries.inc(length)
+            self._hits.inc(choice.cached_tokens)
+        choice.last_token_at = now
+
+    def finished(self, choice: "Choice", reason: str) -> None:
+        self._ended[reason].inc()
+        self._e2e.observe(time.perf_counter() - choice.added_at)
+
+    def show(self, state: Snapshot) -> None:
+        self._running.set(state.running)
+        self._waiting.set(state.waiting)
+        self._usage.set(state.kv_usage)
+        self._compiles.set(state.compiles)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+def _labelled(metric, labels: dict[str, str]):
+    return metric.labels(**labels)

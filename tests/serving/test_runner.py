@@ -1,0 +1,217 @@
+"""Static batches from prompts to tokens: goldens, solo runs, random traffic."""
+
+import numpy as np
+import pytest
+
+from dsv41_jax.errors import UserError
+from serving.request import Request
+from serving.runner import Runner, RunnerOptions
+from tests.serving.support import (
+    PAGE,
+    WINDOW,
+    decode_batch,
+    log_softmax,
+    request,
+    stacked,
+    trimmed,
+)
+from tests.tolerances import ACROSS_BUCKETS_ABS, FP32_LOGITS_ABS, REPLAY_LOGITS_ABS
+
+PLACES, LONGEST, TOP = 3, 112, 8
+# Chunks of 16, or of one row: 96 = 6 x 16, 33 = 2 x 16 + 1.
+WARM_LENGTHS = [96, 33, 1]
+
+
+def make(loaded, replay: bool) -> Runner:
+    options = RunnerOptions(
+        requests=PLACES,
+        max_tokens=LONGEST,
+        page_size=PAGE,
+        chunk=WINDOW,
+        replay=replay,
+        logprobs=TOP,
+        max_stop_ids=2,
+    )
+    return Runner(*loaded("float32"), options)
+
+
+@pytest.fixture(scope="module")
+def runner(loaded):
+    runner = make(loaded, replay=True)
+    runner.warm_up(WARM_LENGTHS)
+    return runner
+
+
+@pytest.fixture(scope="module")
+def exact_runner(loaded):
+    runner = make(loaded, replay=False)
+    runner.warm_up([96])
+    return runner
+
+
+@pytest.fixture
+def idle(runner):
+    """The runner, which must end with every page free and nothing compiled."""
+    before = runner.compiles.count
+    yield runner
+    runner.pages.check()
+    assert runner.pages.free == runner.pages.pages == PLACES * 7
+    assert runner.compiles.count == before
+
+
+def assert_logprobs(result, logits, tolerance):
+    want = log_softmax(logits)
+    for token, row in zip(result.logprobs, want, strict=True):
+        ids, values = zip(*token.top, strict=True)
+        assert len(ids) == TOP and token.top[0] == (token.token_id, token.logprob)
+        np.testing.assert_allclose(values, row[list(ids)], rtol=0, atol=tolerance)
+        np.testing.assert_allclose(values, np.sort(row)[::-1][:TOP], rtol=0, atol=tolerance)
+
+
+def test_replay_against_the_goldens(idle, goldens):
+    """Prompts of 5, 37 and 96 tokens in one batch; short ones wait for the long one's chunks."""
+    arrays = goldens("replay_fp32.npz")
+    names = ("p5", "p37", "p96")
+    prompts = [tuple(arrays[f"{name}.input_ids"].tolist()) for name in names]
+    results = idle.generate([Request(prompt, 9) for prompt in prompts])
+    for name, prompt, result in zip(names, prompts, results, strict=True):
+        assert result.token_ids == arrays[f"{name}.decoder.tokens"].tolist()
+        assert_logprobs(result, arrays[f"{name}.decoder.logits"], REPLAY_LOGITS_ABS)
+        assert result.finish_reason == "length" and result.cached_tokens == 0
+        assert result.encoder_rows == len(prompt)
+        assert result.decoder_rows == min(len(prompt), WINDOW)
+
+
+def test_full_prefill_against_the_goldens(exact_runner, goldens):
+    arrays = goldens("e2e_fp32.npz")
+    names = ("p96", "p5", "p37")
+    prompts = [tuple(arrays[f"{name}.input_ids"].tolist()) for name in names]
+    before = exact_runner.compiles.count
+    results = exact_runner.generate([Request(prompt, 13) for prompt in prompts])
+    assert exact_runner.compiles.count == before
+    for name, prompt, result in zip(names, prompts, results, strict=True):
+        assert result.token_ids == arrays[f"{name}.decode_tokens"].tolist()
+        logits = arrays[f"{name}.prefill_logits"][-1:], arrays[f"{name}.decode_logits"]
+        assert_logprobs(result, np.concatenate(logits), FP32_LOGITS_ABS)
+        assert result.encoder_rows == result.decoder_rows == len(prompt)
+
+
+def random_requests(rng, count):
+    lengths = rng.choice([1, 9, 12, 15, 16, 17, 30, 32, 33, 47, 48, 64, 96], count)
+    return [
+        Request(
+            tuple(rng.integers(3, 500, n).tolist()),
+            int(rng.integers(1, 9)),
+            temperature=float(rng.choice([0, 0.7, 1.3])),
+            top_k=int(rng.choice([0, 5])),
+            top_p=float(rng.choice([0.8, 1.0])),
+            seed=int(rng.integers(2**32)),
+        )
+        for n in lengths
+    ]
+
+
+def test_random_traffic_equals_solo_runs_and_compiles_nothing(idle):
+    rng = np.random.default_rng(4)
+    for _ in range(6):
+        requests = random_requests(rng, rng.integers(1, PLACES + 1))
+        together = idle.generate(requests)
+        for request_, result in zip(requests, together, strict=True):
+            alone = idle.generate([request_])[0]
+            assert result.token_ids == alone.token_ids
+            assert len(result.token_ids) == request_.max_new_tokens
+            got, want = ([t.logprob for t in r.logprobs] for r in (result, alone))
+            np.testing.assert_allclose(got, want, rtol=0, atol=ACROSS_BUCKETS_ABS)
+
+
+@pytest.fixture(scope="module")
+def solo_steps(bench, tokens):
+    """Four steps after 37 tokens by the bench's programs: four places, other chunks."""
+    prompt = trimmed(request(tokens[:37], 0))
+    cache, first = bench.prompt(bench.new_cache(), [prompt])
+    _, rest = bench.greedy(cache, decode_batch([prompt]), 3)
+    return stacked([first.place(0), *(rest.place((k, 0)) for k in range(3))])
+
+
+def test_another_batch_size_gives_the_same(solo_steps, idle, tokens):
+    others = [tuple(tokens[k : k + n].tolist()) for k, n in ((7, 64), (3, 9))]
+    prompts = [others[0], tuple(tokens[:37].tolist()), others[1]]
+    result = idle.generate([Request(prompt, 4) for prompt in prompts])[1]
+    assert result.token_ids == solo_steps.token.tolist()
+    got = np.array([[value for _, value in token.top] for token in result.logprobs])
+    want = np.sort(solo_steps.logprobs)[:, ::-1][:, :TOP]
+    np.testing.assert_allclose(got, want, rtol=0, atol=ACROSS_BUCKETS_ABS)
+
+
+def test_tokens_arrive_in_order_and_as_they_are_read(idle, tokens):
+    seen = []
+    requests = [Request(tuple(tokens[:n].tolist()), new) for n, new in ((16, 5), (33, 1), (9, 3))]
+    results = idle.generate(requests, on_token=lambda i, t: seen.append((i, t.token_id)))
+    for i, result in enumerate(results):
+        assert [token for index, token in seen if index == i] == result.token_ids
+        assert result.ttft_ms > 0 and (result.tpot_ms > 0) == (len(result.token_ids) > 1)
+    assert [index for index, _ in seen] == [0, 1, 2, 0, 2, 0, 2, 0, 0]
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 3])
+def test_stop_ids_end_a_request(idle, tokens, stop_at):
+    """The first, second or fourth token as the stop id, beside a request that goes on."""
+    a, b = tuple(tokens[:16].tolist()), tuple(tokens[20:53].tolist())
+    free = [r.token_ids for r in idle.generate([Request(a, 6), Request(b, 6)])]
+    stop = free[0][stop_at]
+    end = free[0].index(stop) + 1
+    assert stop not in free[1]
+    results = idle.generate([Request(a, 6, stop_ids=(499, stop)), Request(b, 6)])
+    assert results[0].token_ids == free[0][:end] and results[0].finish_reason == "stop"
+    assert results[1].token_ids == free[1] and results[1].finish_reason == "length"
+
+
+def test_the_longest_request_that_fits(idle, tokens):
+    """Prompt and new tokens fill every page."""
+    result = idle.generate([Request(tuple(tokens[:96].tolist()), LONGEST - 96)])[0]
+    assert len(result.token_ids) == LONGEST - 96
+
+
+@pytest.mark.parametrize(
+    ("requests", "words"),
+    [
+        ([], "0 requests must be between 1 and 3"),
+        ([Request((1,), 1)] * 4, "4 requests must be between 1 and 3"),
+        ([Request((1,), LONGEST)], f"max_tokens={LONGEST}"),
+        ([Request((1,), 1, stop_ids=(1, 2, 3))], "3 stop ids must be at most 2"),
+        ([Request((1,), 1), Request((512,), 1)], "token id 512"),
+    ],
+    ids=["none", "too many", "too long", "stop ids", "bad id"],
+)
+def test_bad_batches_are_refused_before_anything_runs(idle, requests, words):
+    with pytest.raises(UserError, match=words):
+        idle.generate(requests, on_token=lambda *_: pytest.fail("a token was generated"))
+
+
+def test_pages_come_back_when_the_reader_fails(idle, tokens):
+    def fail(_index, _token):
+        raise RuntimeError("reader is gone")
+
+    prompt = Request(tuple(tokens[:16].tolist()), 4)
+    want = idle.generate([prompt])[0].token_ids
+    with pytest.raises(RuntimeError, match="reader is gone"):
+        idle.generate([prompt], on_token=fail)
+    assert idle.generate([prompt])[0].token_ids == want
+
+
+def test_warm_up_says_what_it_compiles(loaded, monkeypatch):
+    """Every chunk length of every prompt length, not of the longest alone."""
+    runner, compiled, lines = make(loaded, replay=True), [], []
+    monkeypatch.setattr(runner.programs, "compile", lambda *key: compiled.append(key))
+    monkeypatch.setattr(runner, "_run_idle", lambda *_: None)
+    runner.warm_up([96, 33, 5], progress=lines.append)
+    rows = {name: {b.rows for n, b in compiled if n == name} for name, _ in compiled}
+    assert rows == {"encode": {16, 1, 8}, "replay": {16}, "decode": {1}}
+    assert len(lines) == len(compiled) == len(set(compiled))
+
+
+def test_capacity_and_array_extent_are_one_number(runner):
+    assert runner.pages.pages == PLACES * runner.options.pages_per_request
+    for owner, pool in runner.cache.pools.items():
+        ratio = runner.cfg.compress_ratios[owner]
+        assert pool.latents.values.shape[:2] == (runner.pages.pages, PAGE // ratio)
