@@ -67,9 +67,13 @@ class Tokenizer:
         assert text is not None
         return text
 
-    def _check(self, ids: Sequence[int]) -> None:
+    def knows(self, token_id: int) -> bool:
+        """Whether the tokenizer has a token of this id; a model's vocabulary may be larger."""
         word = range(2**32)  # what the backend takes without an OverflowError
-        foreign = [i for i in ids if i not in word or self._backend.id_to_token(i) is None]
+        return token_id in word and self._backend.id_to_token(token_id) is not None
+
+    def _check(self, ids: Sequence[int]) -> None:
+        foreign = [i for i in ids if not self.knows(i)]
         if foreign:
             raise UserError(f"token id {foreign[0]} must be one of the tokenizer's {len(self)} ids")
 

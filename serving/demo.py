@@ -7,10 +7,10 @@ import time
 from dsv41_jax.command import exit_status, progress_line
 from dsv41_jax.prompt import prompt_ids
 from pallas_kernels.numerics import REFERENCE
-from serving.generate import Loaded, load
-from serving.programs import Programs
+from serving.engine import Engine
+from serving.executor import EngineOptions
+from serving.generate import Loaded, load, prefill_shapes
 from serving.request import Request, Result
-from serving.runner import Runner, RunnerOptions
 
 PROMPTS = (
     "JAX serves it.",
@@ -39,35 +39,40 @@ def _demo(checkpoint: str) -> None:
     )
     print("  `make golden` compares its logits and tokens with those of DeepSeek's own reference.")
     prompts = [tuple(prompt_ids(loaded.tokenizer, text)) for text in PROMPTS]
-    programs = None
+    executables: dict = {}
     for replay in (True, False):
-        programs = _run(loaded, prompts, replay, programs)
+        _run(loaded, prompts, replay, executables)
 
 
-def _run(
-    loaded: Loaded, prompts: list[tuple[int, ...]], replay: bool, programs: Programs | None
-) -> Programs:
-    options = RunnerOptions(
-        requests=len(prompts),
-        max_tokens=max(map(len, prompts)) + NEW_TOKENS,
+def _run(loaded: Loaded, prompts: list[tuple[int, ...]], replay: bool, executables: dict) -> None:
+    longest = max(map(len, prompts))
+    options = EngineOptions(
+        slots=len(prompts),
+        pages=64,
         page_size=16,
+        max_tokens=longest + NEW_TOKENS,
+        prefill=prefill_shapes([longest], 128, len(prompts)),
+        decode=(len(prompts),),
         replay=replay,
+        prompt_logprobs=False,
     )
     print(f"\nbounded replay {'on' if replay else 'off'}")
     began = time.perf_counter()
-    runner = Runner(loaded.model, loaded.ops, options, programs)
-    runner.warm_up([len(prompt) for prompt in prompts], progress=lambda s: progress_line(f"  {s}"))
+    engine = Engine(loaded.model, loaded.ops, options, loaded.tokenizer, executables)
+    engine.warm_up(progress=lambda line: progress_line(f"  {line}"))
     print(f"  ready in {time.perf_counter() - began:.1f} s")
     began = time.perf_counter()
-    results = runner.generate([Request(prompt, NEW_TOKENS) for prompt in prompts])
+    sequences = engine.run(Request(prompt, NEW_TOKENS) for prompt in prompts)
     elapsed = time.perf_counter() - began
+    results = [sequence.result for sequence in sequences]
     for text, prompt, result in zip(PROMPTS, prompts, results, strict=True):
         _show(loaded, text, prompt, result)
     tokens = sum(len(result.token_ids) for result in results)
     print(f"  {tokens} tokens in {elapsed:.2f} s, {tokens / elapsed:.0f} tokens/s;", end=" ")
-    print(f"compiles after warm-up: {runner.compiles.count}")
-    print(f"  global cache: {runner.kv_bytes_per_token:g} bytes a token (890 in the release)")
-    return runner.programs
+    print(f"compiles after warm-up: {engine.compiles.count}")
+    print(
+        f"  global cache: {engine.executor.kv_bytes_per_token:g} bytes a token (890 in the release)"
+    )
 
 
 def _show(loaded: Loaded, text: str, prompt: tuple[int, ...], result: Result) -> None:

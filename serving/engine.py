@@ -1,7 +1,7 @@
 """The engine: continuous batching, a step dispatched before the one before it is read."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dsv41_jax.errors import UserError
@@ -29,14 +29,27 @@ class Event:
     finished: bool
 
 
+OnToken = Callable[[int, Event], None]
+
+
 class Engine:
     """Runs requests to their end. One thread calls ``add``, ``abort`` and ``step``."""
 
     def __init__(
-        self, model: Model, ops: Ops, options: EngineOptions, tokenizer: Tokenizer | None = None
+        self,
+        model: Model,
+        ops: Ops,
+        options: EngineOptions,
+        tokenizer: Tokenizer | None = None,
+        executables: dict | None = None,
     ):
+        """``executables``: ``executor.programs.executables`` of an engine over the same model and
+        options but for switches, to share what it compiled.
+        """
         self.cfg, self.options, self.tokenizer = model.cfg, options, tokenizer
         self.executor = Executor(model, ops, options)
+        if executables is not None:
+            self.executor.programs.executables = executables
         self.pool = PagePool(options.pages)
         self.prefix_cache = PrefixCache(self.pool, options.page_size)
         limits = Limits(
@@ -67,6 +80,24 @@ class Engine:
         self._arrivals += 1
         self.scheduler.add(sequence)
         return sequence
+
+    def run(self, requests: Iterable[Request], on_token: OnToken | None = None) -> list[Sequence]:
+        """Add requests and step until they are done; ``on_token(index, event)`` sees their tokens.
+        UserError, before anything runs, if one of them is wrong.
+        """
+        requests = list(requests)
+        for request in requests:
+            self.check_request(request)
+        sequences = [self.add(request) for request in requests]
+        try:
+            while any(sequence.stage is not Stage.DONE for sequence in sequences):
+                for event in self.step():
+                    if on_token and event.sequence in sequences:
+                        on_token(sequences.index(event.sequence), event)
+        finally:
+            for sequence in sequences:
+                self.abort(sequence)
+        return sequences
 
     def check_request(self, request: Request) -> None:
         """UserError for a request that this engine cannot run."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from dsv41_jax.cache import CacheShape, kv_bytes_per_token
+from dsv41_jax.cache import Cache, CacheShape, kv_bytes_per_token
 from dsv41_jax.model import Model
 from dsv41_jax.ops import Ops
 from serving.batch import Segment, build_rows, build_targets
@@ -93,10 +93,18 @@ class Executor:
             if progress:
                 progress(f"compile {name} {bucket.requests} x {bucket.rows}")
             self.programs.compile(name, bucket)
-            out = self.programs(name, bucket, self.cache, *self.programs.idle_inputs(name, bucket))
-            if name == "take_state":
-                continue
-            self.cache = out if name in ("encode", "put_state", "set_counts") else out[0]
+        for name, bucket in self._everything():
+            self._run_idle(name, bucket)
+
+    def _run_idle(self, name: str, bucket: Bucket) -> None:
+        inputs = self.programs.idle_inputs(name, bucket)
+        if name == "put_state":  # puts back what it has just taken
+            place = inputs[:2]
+            state = self.programs("take_state", bucket, self.cache, *place)
+            inputs = *place, jax.tree.map(np.asarray, state)
+        out = self.programs(name, bucket, self.cache, *inputs)
+        if name != "take_state":
+            self.cache = out if isinstance(out, Cache) else out[0]
 
     def run(self, plan: Plan) -> InFlight:
         """Dispatch a step, in the plan's order."""

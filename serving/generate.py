@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from dsv41_jax.model import Model
 from dsv41_jax.ops import Ops
 from dsv41_jax.prompt import parse_token_ids, prompt_ids, read_text
 from dsv41_jax.score import default_numerics
-from dsv41_jax.tokenizer import Detokenizer, Tokenizer
+from dsv41_jax.tokenizer import Tokenizer
 from pallas_kernels.dispatch import KINDS
 from pallas_kernels.numerics import MODES, Numerics
+from serving.engine import Engine, Event
+from serving.executor import EngineOptions
 from serving.request import Request, Result, TokenLogprobs, check_request
-from serving.runner import Runner, RunnerOptions
+from serving.sequence import Sequence
 from sharding.build import build_ops
 
 MAX_LOGPROBS = 20
@@ -103,21 +106,48 @@ def _generate(arguments: argparse.Namespace) -> None:
     prompt = prompt_ids(loaded.tokenizer, text) if given is None else given
     request = _request(arguments, loaded, prompt)
     check_request(request, loaded.model.cfg)
-    options = RunnerOptions(
-        max_tokens=len(prompt) + request.max_new_tokens,
-        page_size=arguments.page_size,
-        chunk=arguments.chunk_size,
+    engine = Engine(loaded.model, loaded.ops, _options(arguments, request), loaded.tokenizer)
+    engine.warm_up(progress=progress_line)
+    if arguments.json:
+        sequence = engine.run([request])[0]
+        print(json.dumps(_report(sequence, engine, arguments.logprobs)))
+        return
+    sequence = engine.run([request], on_token=_show)[0]
+    print()
+    progress_line(f"{sequence.result.finish_reason}: {stats(sequence.result, engine)}")
+
+
+def _show(_index: int, event: Event) -> None:
+    print(event.text, end="", flush=True)
+
+
+def _options(arguments: argparse.Namespace, request: Request) -> EngineOptions:
+    """An engine for one request: one slot, and the prefill shapes that its prompt needs."""
+    n, chunk, size = len(request.prompt), arguments.chunk_size, arguments.page_size
+    total = n + request.max_new_tokens
+    rest = n % chunk if n > chunk else n
+    return EngineOptions(
+        slots=1,
+        pages=-(-total // size),
+        page_size=size,
+        max_tokens=total,
+        prefill=prefill_shapes([min(n, chunk), rest or chunk], chunk),
+        decode=(1,),
         replay=arguments.swa_bounded_replay,
+        prefix_cache=False,
         logprobs=arguments.logprobs,
+        prompt_logprobs=False,
+        max_stop_ids=1,
+        max_bias_ids=1,
     )
-    runner = Runner(loaded.model, loaded.ops, options)
-    runner.warm_up([len(prompt)], progress=progress_line)
-    stream = None if arguments.json else _Stream(loaded.tokenizer)
-    result = runner.generate([request], on_token=stream)[0]
-    if stream:
-        stream.finish(result, runner)
-    else:
-        print(json.dumps(_report(request, result, runner, loaded.tokenizer, arguments.logprobs)))
+
+
+def prefill_shapes(rows: Iterable[int], chunk: int, requests: int = 1) -> tuple:
+    """(requests, rows) of prefill dispatches for chunks of so many rows: powers of two up to
+    ``chunk``.
+    """
+    sizes = {min(1 << (count - 1).bit_length(), chunk) for count in rows}
+    return tuple((requests, size) for size in sorted(sizes))
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -145,18 +175,17 @@ def _request(arguments: argparse.Namespace, loaded: Loaded, prompt: list[int]) -
     )
 
 
-def _report(
-    request: Request, result: Result, runner: Runner, tokenizer: Tokenizer, logprobs: int
-) -> dict[str, Any]:
+def _report(sequence: Sequence, engine: Engine, logprobs: int) -> dict[str, Any]:
+    result, output = sequence.result, sequence.output
     report: dict[str, Any] = {
-        "prompt_token_ids": list(request.prompt),
+        "prompt_token_ids": list(sequence.request.prompt),
         "token_ids": result.token_ids,
-        "text": tokenizer.decode(result.token_ids, skip_special=True),
+        "text": "" if output is None else output.text,
         "finish_reason": result.finish_reason,
     }
     if logprobs:
         report["logprobs"] = [_logprobs(token) for token in result.logprobs]
-    report["stats"] = stats(result, runner)
+    report["stats"] = stats(result, engine)
     return report
 
 
@@ -165,7 +194,7 @@ def _logprobs(token: TokenLogprobs) -> dict[str, Any]:
     return {"token_id": token.token_id, "logprob": token.logprob, "top": top}
 
 
-def stats(result: Result, runner: Runner) -> dict[str, float | int]:
+def stats(result: Result, engine: Engine) -> dict[str, float | int]:
     """The figures every report shows."""
     return {
         "ttft_ms": round(result.ttft_ms, 3),
@@ -173,23 +202,9 @@ def stats(result: Result, runner: Runner) -> dict[str, float | int]:
         "cached_tokens": result.cached_tokens,
         "encoder_rows": result.encoder_rows,
         "decoder_rows": result.decoder_rows,
-        "compiles_after_warmup": runner.compiles.count,
-        "kv_bytes_per_token": runner.kv_bytes_per_token,
+        "compiles_after_warmup": engine.compiles.count,
+        "kv_bytes_per_token": engine.executor.kv_bytes_per_token,
     }
-
-
-class _Stream:
-    """Text on standard output as it comes, statistics on standard error."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._text = Detokenizer(tokenizer, skip_special=True)
-
-    def __call__(self, _index: int, token: TokenLogprobs) -> None:
-        print(self._text.push(token.token_id), end="", flush=True)
-
-    def finish(self, result: Result, runner: Runner) -> None:
-        print(self._text.finish())
-        progress_line(f"{result.finish_reason}: {stats(result, runner)}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ class TextOutput:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        self._tokenizer = tokenizer
         self._pieces = Detokenizer(tokenizer, skip_special=True)
         self._stop = tuple(stop)
         self._held = ""
@@ -21,7 +22,11 @@ class TextOutput:
         self.stopped: str | None = None
 
     def push(self, token_id: int) -> str:
-        """The new text that a token lets out; sets ``stopped`` when a stop string is complete."""
+        """The new text that a token lets out; sets ``stopped`` when a stop string is complete. An
+        id of the vocabulary that the tokenizer lacks has no text.
+        """
+        if not self._tokenizer.knows(token_id):
+            return ""
         return self._let_out(self._pieces.push(token_id), last=False)
 
     def finish(self) -> str:

@@ -26,8 +26,9 @@ class Limits:
     prefix_cache: bool = True
 
     @property
-    def longest_chunk(self) -> int:
-        return max(rows for _, rows in self.prefill)
+    def uses_hits(self) -> bool:
+        """Without replay a hit's windows would be missing, so nothing is looked up or kept."""
+        return self.prefix_cache and self.replay
 
     def prefill_shape(self, requests: int, rows: int) -> tuple[int, int] | None:
         """The smallest shape that holds so many requests of so many rows."""
@@ -104,7 +105,7 @@ class Scheduler:
 
     def register(self, sequence: Sequence) -> None:
         """Put the sequence's complete pages of known tokens into the prefix cache."""
-        if not self.limits.prefix_cache or not sequence.pages:
+        if not self.limits.uses_hits or not sequence.pages:
             return
         size = self.limits.page_size
         written = sequence.computed if sequence.dispatched == 0 else sequence.next_position
@@ -167,7 +168,7 @@ class Scheduler:
         """Give a waiting sequence a slot, its hit and the pages of its prompt."""
         matched: list[int] = []
         size, limits = self.limits.page_size, self.limits
-        if limits.prefix_cache and limits.replay and sequence.request.prompt_logprobs is None:
+        if limits.uses_hits and sequence.request.prompt_logprobs is None:
             matched = self.cache.match(sequence.prompt, (sequence.length - 1) // size)
         hit = adopted_hit(len(matched) * size, limits.window)
         nodes = matched[: hit // size]

@@ -6,6 +6,8 @@ from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Two workers with a thread pool each on two cores slow NumPy down several times.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import numpy as np

@@ -10,9 +10,10 @@ from dsv41_jax.errors import UserError
 from dsv41_jax.score import default_numerics
 from pallas_kernels.numerics import MODES
 from serving.bench.table import report
-from serving.generate import load
+from serving.engine import Engine
+from serving.executor import EngineOptions
+from serving.generate import load, prefill_shapes
 from serving.request import Request, check_request
-from serving.runner import Runner, RunnerOptions
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -37,16 +38,25 @@ def run(arguments: argparse.Namespace) -> None:
     requests = _requests(arguments, loaded.model.cfg.vocab_size)
     for request in requests:
         check_request(request, loaded.model.cfg)
-    rows = []
-    programs = None
+    rows, executables = [], {}
+    total = arguments.prompt_tokens + arguments.new_tokens
     for replay in (True, False):
-        total = arguments.prompt_tokens + arguments.new_tokens
-        options = RunnerOptions(requests=arguments.requests, max_tokens=total, replay=replay)
+        options = EngineOptions(
+            slots=arguments.requests,
+            pages=arguments.requests * -(-total // 64),
+            max_tokens=total,
+            prefill=prefill_shapes([arguments.prompt_tokens], 512, arguments.requests),
+            decode=(arguments.requests,),
+            replay=replay,
+            prefix_cache=False,
+            logprobs=0,
+            prompt_logprobs=False,
+        )
         began = time.perf_counter()
-        runner = Runner(loaded.model, loaded.ops, options, programs)
-        runner.warm_up([arguments.prompt_tokens], progress=progress_line)
-        compile_s, programs = time.perf_counter() - began, runner.programs
-        timed = [runner.generate(requests)[0] for _ in range(arguments.repeats)]
+        engine = Engine(loaded.model, loaded.ops, options, executables=executables)
+        engine.warm_up(progress=progress_line)
+        compile_s = time.perf_counter() - began
+        timed = [engine.run(requests)[0].result for _ in range(arguments.repeats)]
         tpot = float(np.median([result.tpot_ms for result in timed]))
         rows.append(
             {
@@ -58,7 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
                 "ttft_ms": round(float(np.median([result.ttft_ms for result in timed])), 2),
                 "tpot_ms": round(tpot, 2),
                 "decode_tokens_per_s": round(1e3 * arguments.requests / tpot, 1),
-                "compiles_after_warmup": runner.compiles.count,
+                "compiles_after_warmup": engine.compiles.count,
             }
         )
     report(rows, arguments.json)

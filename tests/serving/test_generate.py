@@ -9,7 +9,9 @@ import pytest
 from dsv41_jax.config import Config
 from dsv41_jax.tokenizer import Tokenizer
 from serving.generate import _report, main
+from serving.output import TextOutput
 from serving.request import Request, Result
+from serving.sequence import Sequence
 from tests.serving.support import log_softmax
 from tests.tolerances import FP32_LOGITS_ABS, REPLAY_LOGITS_ABS
 
@@ -156,8 +158,13 @@ def test_sampling_options_arrive(report, greedy_report):
 
 def test_without_logprobs_there_is_no_such_key(tiny_dir):
     tokenizer = Tokenizer.from_dir(tiny_dir, Config.preset("tiny"))
-    result = Result(token_ids=[47, 35], finish_reason="length", ttft_ms=1.23456)
-    runner = SimpleNamespace(compiles=SimpleNamespace(count=0), kv_bytes_per_token=105)
-    report = _report(Request((0,), 2), result, runner, tokenizer, 0)
+    sequence = Sequence.of(Request((0,), 2), 0)
+    sequence.result = Result(token_ids=[47, 35], finish_reason="length", ttft_ms=1.23456)
+    sequence.output = TextOutput(tokenizer)
+    text = "".join(map(sequence.output.push, [47, 35])) + sequence.output.finish()
+    executor = SimpleNamespace(kv_bytes_per_token=105)
+    engine = SimpleNamespace(compiles=SimpleNamespace(count=0), executor=executor)
+    report = _report(sequence, engine, 0)
     assert set(report) == KEYS - {"logprobs"} and set(report["stats"]) == STATS
-    assert report["text"] == tokenizer.decode([47, 35]) and report["stats"]["ttft_ms"] == 1.235
+    assert report["text"] == text == tokenizer.decode([47, 35])
+    assert report["stats"]["ttft_ms"] == 1.235

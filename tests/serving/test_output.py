@@ -4,6 +4,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dsv41_jax.config import Config
+from dsv41_jax.tokenizer import Tokenizer
 from serving.output import TextOutput
 
 LETTERS = "abc"
@@ -14,6 +16,9 @@ class Pieces:
 
     def __init__(self, pieces: list[str]):
         self._pieces = pieces
+
+    def knows(self, token_id):
+        return 0 <= token_id < len(self._pieces)
 
     def decode(self, ids, *, skip_special=False):
         return "".join(self._pieces[i] for i in ids)
@@ -89,3 +94,12 @@ def test_named_cases(pieces, stops, text, stopped):
 def test_nothing_comes_after_a_stop_string():
     output = TextOutput(Pieces(["abc", "b"]), ("b",))
     assert [output.push(0), output.push(1), output.finish()] == ["a", "", ""]
+
+
+def test_an_id_without_a_token_has_no_text(tiny_dir):
+    tokenizer = Tokenizer.from_dir(tiny_dir, Config.preset("tiny"))
+    output = TextOutput(tokenizer)
+    pieces = [output.push(token) for token in (*tokenizer.encode("ab", bos=False), 511, 600, 2**40)]
+    assert "".join(pieces) + output.finish() == tokenizer.decode(
+        [*tokenizer.encode("ab", bos=False), 511], skip_special=True
+    )

@@ -1,5 +1,7 @@
 """Warm turns: what they adopt, what they recompute, and that both are the stated rule."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from tests.serving.engine.support import (
     PAGE,
     SLOTS,
     WINDOW,
+    Tied,
     ask,
     assert_nothing_leaks,
     assert_oracle,
@@ -72,9 +75,14 @@ def test_other_lengths_equal_the_oracle(engine, oracle, hit, length):
 @pytest.mark.parametrize("hit", [32, 48, 64, 80])
 def test_every_length_behind_a_hit_equals_the_oracle(engine, oracle, hit):
     for length in range(hit + 1, 120):
-        sequence = warm(engine, prompt(hit * 200 + length, length), hit, 4)
-        check_rows(sequence, hit, length)
-        assert_oracle(oracle, sequence)
+        for seed in range(5):
+            sequence = warm(engine, prompt(1000 * length + seed, length), hit, 4)
+            check_rows(sequence, hit, length)
+            with contextlib.suppress(Tied):
+                assert_oracle(oracle, sequence)
+                break
+        else:
+            raise AssertionError("five ties")
 
 
 @pytest.mark.parametrize(
