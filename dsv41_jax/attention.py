@@ -96,9 +96,10 @@ class Attention(Projections):
             if self.layer.selects:
                 visible = (rows.position + 1) // self.layer.ratio
                 candidates = None if selection is None else selection.candidates
-                selection = self.indexer.select(
+                scores = self.indexer.scores(
                     ops, x, qr, at, pool.keys, rows.page_table, visible, candidates
                 )
+                selection = self.indexer.select(ops, scores, visible, candidates)
             assert selection is not None
             latents, entries = pool.latents, selection.entries
         o = ops.sparse_attention(

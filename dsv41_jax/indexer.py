@@ -56,28 +56,6 @@ class Indexer(nnx.Module):
         """
         return rotate(self.k_norm(ops.linear(latent, self.wk())), at.cos, at.sin)
 
-    def select(
-        self,
-        ops: Ops,
-        x: Array,
-        qr: Array,
-        at: Angles,
-        keys: StoredRows,
-        page_table: Array,
-        visible: Array,
-        candidates: Array | None,
-    ) -> Selection:
-        """The best entries of each row; the candidate source also picks the blocks for the layers
-        after it.
-        """
-        scores = self.scores(
-            ops, x, qr, at, keys, page_table, visible, candidates if self.layer.restricted else None
-        )
-        entries = ops.index_topk(scores, visible, k=self.top_k)
-        if self.layer.candidate_source:
-            candidates = ops.top_blocks(scores, visible, block_size=self.block_size, k=self.blocks)
-        return Selection(entries, candidates)
-
     def scores(
         self,
         ops: Ops,
@@ -89,10 +67,23 @@ class Indexer(nnx.Module):
         visible: Array,
         candidates: Array | None,
     ) -> Array:
+        """Scores f32 [B, T, N] of every entry; a restricted layer scores the candidates alone."""
         q, weights = self.queries(ops, x, qr, at)
+        among = candidates if self.layer.restricted else None
         return ops.index_scores(
-            q, weights, keys, page_table, visible, candidates, block_size=self.block_size
+            q, weights, keys, page_table, visible, among, block_size=self.block_size
         )
+
+    def select(
+        self, ops: Ops, scores: Array, visible: Array, candidates: Array | None
+    ) -> Selection:
+        """The best entries of each row; the candidate source also picks the blocks for the layers
+        after it.
+        """
+        entries = ops.index_topk(scores, visible, k=self.top_k)
+        if self.layer.candidate_source:
+            candidates = ops.top_blocks(scores, visible, block_size=self.block_size, k=self.blocks)
+        return Selection(entries, candidates)
 
     def queries(self, ops: Ops, x: Array, qr: Array, at: Angles) -> tuple[Array, Array]:
         """Rotated, FP4-rounded queries [B, T, H, Ki] and head weights [B, T, H]."""

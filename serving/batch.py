@@ -8,7 +8,6 @@ import numpy as np
 from dsv41_jax.rows import Rows
 from serving.buckets import Bucket, DecodeBatch
 from serving.logit_rules import LogitRules
-from serving.request import Request
 from serving.sampler import Sampling
 
 
@@ -120,12 +119,3 @@ def neutral_sampling(count: int, stop_ids: int, bias_ids: int | None) -> Samplin
         min_p=column(0),
         rules=rules,
     )
-
-
-def build_sampling(requests: Sequence[Request], bucket: Bucket) -> Sampling:
-    """Sampling parameters of a bucket without rules; places without a request are greedy."""
-    sampling = neutral_sampling(bucket.requests, 0, None)
-    for i, request in enumerate(requests):
-        for name in ("temperature", "top_k", "top_p", "seed", "min_p"):
-            getattr(sampling, name)[i] = getattr(request, name)
-    return sampling

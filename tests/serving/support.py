@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv41_jax.cache import Cache, CacheShape
-from serving.batch import Segment, build_rows, build_sampling, page_tables
+from serving.batch import Segment, build_rows, neutral_sampling, page_tables
 from serving.programs import Bucket, DecodeBatch, Decoded, Programs
-from serving.sampler import Sampled
+from serving.request import Request
+from serving.sampler import Sampled, Sampling
 
 # Slots and pages differ from every other extent, so that a cache array's shape in HLO is its own.
 PLACES, SLOTS, PAGE, PAGES, POOL = 4, 6, 16, 8, 49
@@ -28,6 +29,15 @@ ENCODE = [("encode", bucket(rows)) for rows in (WIDE, NARROW, SINGLE)]
 REPLAY, FULL = ("replay", bucket(WINDOW)), ("prefill_full", bucket(WIDE))
 DECODE, DECODE4 = ("decode", bucket(1)), ("decode", bucket(1, steps=4))
 EVERY_PROGRAM = [*ENCODE, REPLAY, FULL, DECODE, DECODE4]
+
+
+def build_sampling(requests: Sequence[Request], bucket: Bucket) -> Sampling:
+    """Sampling parameters of a bucket without rules; places without a request are greedy."""
+    sampling = neutral_sampling(bucket.requests, 0, None)
+    for i, request in enumerate(requests):
+        for name in ("temperature", "top_k", "top_p", "seed", "min_p"):
+            getattr(sampling, name)[i] = getattr(request, name)
+    return sampling
 
 
 def request(

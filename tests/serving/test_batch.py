@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from serving.batch import Segment, build_rows, build_sampling, page_tables
+from serving.batch import Segment, build_rows, page_tables
 from serving.programs import Bucket
-from serving.request import Request
 
 TOKENS = (10, 11, 12, 13, 14, 15)
 
@@ -43,10 +42,3 @@ def test_an_empty_segment_behind_its_prompt():
 
 def test_page_tables_are_padded():
     assert page_tables([[4], []], Bucket(3, 1, 2)).tolist() == [[4, -1], [-1, -1], [-1, -1]]
-
-
-def test_sampling_of_places_without_a_request_is_greedy():
-    request = Request((1,), 1, temperature=0.5, top_k=3, top_p=0.25, seed=2**32 - 1)
-    sampling = build_sampling([request], Bucket(2, 1, 1))
-    assert sampling.temperature.tolist() == [0.5, 0] and sampling.top_k.tolist() == [3, 0]
-    assert sampling.top_p.tolist() == [0.25, 1] and sampling.seed.tolist() == [2**32 - 1, 0]

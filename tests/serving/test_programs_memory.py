@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from serving.batch import build_sampling
 from tests.serving.support import (
     DECODE,
     EVERY_PROGRAM,
@@ -16,6 +15,7 @@ from tests.serving.support import (
     REPLAY,
     SHAPE,
     bucket,
+    build_sampling,
     decode_batch,
     host_bits,
     poisoned,

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from serving.batch import build_sampling
 from serving.programs import Bucket
 from serving.request import Request
 from serving.sampler import Sampled, sample
-from tests.serving.support import log_softmax
+from tests.serving.support import build_sampling, log_softmax
 
 ROWS, VOCAB = 4096, 8
 LOGITS = np.log(np.array([0.30, 0.02, 0.20, 0.08, 0.15, 0.05, 0.16, 0.04], np.float32))

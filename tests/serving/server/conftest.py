@@ -14,7 +14,7 @@ from tests.serving.server.support import NAME, OPTIONS, Served, scripted_engine,
 
 
 @pytest.fixture(scope="session")
-def tiny(loaded, tiny_dir) -> Iterator[Served]:
+def tiny_server(loaded, tiny_dir) -> Iterator[Served]:
     """A server over the tiny model in float32."""
     model, ops = loaded("float32")
     tokenizer = Tokenizer.from_dir(tiny_dir, model.cfg)
@@ -26,6 +26,14 @@ def tiny(loaded, tiny_dir) -> Iterator[Served]:
     chat = chat_format(tiny_dir, model.cfg, tokenizer, "auto", NAME)
     with Served(create_app(engine, chat, OPTIONS), engine) as served:
         yield served
+
+
+@pytest.fixture
+def tiny(tiny_server) -> Iterator[Served]:
+    """The same, which compiles nothing while a test uses it; other tests of the process may have."""
+    tiny_server.engine.compiles.start()
+    yield tiny_server
+    assert tiny_server.engine.compiles.count == 0
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,11 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture(scope="module")
-def server(tiny):
-    yield tiny
-    answer = tiny.post(COMPLETION, {"prompt": "still well", "max_tokens": 2})
+def server(tiny_server):
+    yield tiny_server
+    answer = tiny_server.post(COMPLETION, {"prompt": "still well", "max_tokens": 2})
     assert answer.status_code == 200
-    assert tiny.on_engine(idle_pages) == 48
+    assert tiny_server.on_engine(idle_pages) == 48
 
 
 def refused(answer, status, param):

@@ -11,13 +11,13 @@ GREEDY = {"model": NAME, "temperature": 0, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
-def client(tiny):
-    with tiny.client() as client:
+def client(tiny_server):
+    with tiny_server.client() as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def expected(tiny):
+def expected(tiny_server):
     """Greedy ids and text of PROMPT from the engine itself, without the server."""
 
     def run(engine):
@@ -27,7 +27,7 @@ def expected(tiny):
             engine.step()
         return sequence.result, sequence.output.text
 
-    return tiny.on_engine(run)
+    return tiny_server.on_engine(run)
 
 
 def test_completion_equals_the_engine(client, expected):
