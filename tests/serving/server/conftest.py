@@ -30,7 +30,7 @@ def tiny_server(loaded, tiny_dir) -> Iterator[Served]:
 
 @pytest.fixture
 def tiny(tiny_server) -> Iterator[Served]:
-    """The same, which compiles nothing while a test uses it; other tests of the process may have."""
+    """The same, which compiles nothing while a test uses it; other tests of its process may."""
     tiny_server.engine.compiles.start()
     yield tiny_server
     assert tiny_server.engine.compiles.count == 0
