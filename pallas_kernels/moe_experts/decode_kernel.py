@@ -92,7 +92,9 @@ class Kernel:
                 split, q = q % p.splits, q // p.splits
                 return work(p, q // p.tiles, q % p.tiles, split, carry)
 
-            share = lambda n, first=first: jnp.maximum(n - first + s.blocks - 1, 0) // s.blocks  # noqa: E731
+            def share(n, first=first):
+                return jnp.maximum(n - first + s.blocks - 1, 0) // s.blocks
+
             shared_count = shared.count(s.shared_items)
             begin = share(shared_count)
             carry = lax.fori_loop(0, begin, lambda i, c, v=visit, p=shared: v(i, c, p, 0), carry)
@@ -220,7 +222,9 @@ class Kernel:
         unit = item * p.tiles + tile
         ticket = at.counters + s.arrivals + 1 + (s.tickets[0] if p.shared else 0) + unit
         workspace = refs.workspace[p.shared]
-        spilled = lambda m: (unit * TILE_BLOCKS + m) * (p.splits - 1)  # noqa: E731
+
+        def spilled(m):
+            return (unit * TILE_BLOCKS + m) * (p.splits - 1)
 
         def activate(acc, m, row_block):
             group = row_block % groups
@@ -250,7 +254,9 @@ class Kernel:
 
         @pl.when(split < p.splits - 1)
         def _():
-            spill = lambda acc, m, _: self.spill[p](acc, workspace, spilled(m) + split)  # noqa: E731
+            def spill(acc, m, _):
+                return self.spill[p](acc, workspace, spilled(m) + split)
+
             self.each_block(refs, p, tile, spill)
             self.signal(refs.plan, ticket)
 

@@ -125,7 +125,10 @@ def rows_for(
     if len(before):
         tail = list(before)[-3:]
         previous[0, -len(tail) :] = tail
-    one = lambda value: jnp.asarray([value], jnp.int32)  # noqa: E731
+
+    def one(value):
+        return jnp.asarray([value], jnp.int32)
+
     return Rows(
         tokens=jnp.asarray(tokens),
         image=jnp.asarray(spans),

@@ -27,7 +27,9 @@ def oracle_sinkhorn(comb, iters=20, eps=EPS):
 
 
 def oracle_split(mixes, base, scale, s, iters=20):
-    sigmoid = lambda v: 1 / (1 + np.exp(-v))  # noqa: E731
+    def sigmoid(v):
+        return 1 / (1 + np.exp(-v))
+
     pre = sigmoid(mixes[..., :s] * scale[0] + base[:s]) + EPS
     post = 2 * sigmoid(mixes[..., s : 2 * s] * scale[1] + base[s : 2 * s])
     comb = (mixes[..., 2 * s :] * scale[2] + base[2 * s :]).reshape(*mixes.shape[:-1], s, s)
@@ -94,15 +96,18 @@ def test_norm_eps_keeps_tiny_streams_at_full_size(rng):
     """eps is 1e-20: streams of 1e-6 still give mixes of order 1. With 1e-6 they would vanish."""
     h = rng.standard_normal((3, 4, 64))
     fn = jnp.asarray(rng.standard_normal((24, 256)), jnp.float32)
-    run = lambda h: coefficients(  # noqa: E731
-        jnp.asarray(h, jnp.float32),
-        fn,
-        jnp.zeros(24),
-        jnp.ones(3),
-        iters=20,
-        eps=EPS,
-        norm_eps=1e-20,
-    )
+
+    def run(h):
+        return coefficients(
+            jnp.asarray(h, jnp.float32),
+            fn,
+            jnp.zeros(24),
+            jnp.ones(3),
+            iters=20,
+            eps=EPS,
+            norm_eps=1e-20,
+        )
+
     for big, small in zip(run(h), run(1e-6 * h), strict=True):
         assert np.allclose(big, small, atol=1e-5)
     assert np.asarray(run(h)[0]).std() > 0.1
