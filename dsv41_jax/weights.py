@@ -2,7 +2,6 @@
 weight.
 """
 
-from math import prod
 from typing import Any
 
 import jax
@@ -54,6 +53,6 @@ def fp32_param(rngs: nnx.Rngs, *shape: int, scale: float | None = None) -> nnx.P
     """A float32 parameter that keeps its precision in every mode: normal times ``scale``, zeros if
     None.
     """
-    if scale is None or not prod(shape):
+    if scale is None:
         return nnx.Param(jnp.zeros(shape, jnp.float32))
     return nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * scale)

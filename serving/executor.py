@@ -64,7 +64,7 @@ class InFlight:
 
 
 class Executor:
-    """The device side of the engine; ``run`` only dispatches and never waits."""
+    """The device side of the engine; ``run`` dispatches and waits for nothing but older saves."""
 
     def __init__(self, model: Model, ops: Ops, options: EngineOptions):
         self.cfg, self.options = model.cfg, options
@@ -86,6 +86,7 @@ class Executor:
             stop_ids=options.max_stop_ids,
             bias_ids=options.max_bias_ids,
         )
+        self._saving: list[Sequence] = []
 
     def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
         """Compile every program for every bucket and run each once without live rows."""
@@ -109,6 +110,7 @@ class Executor:
     def run(self, plan: Plan) -> InFlight:
         """Dispatch a step, in the plan's order."""
         flight = InFlight()
+        self._move_saved_to_host()
         for sequence in plan.preempt:
             self._save(sequence)
         for sequence in plan.resume:
@@ -226,14 +228,21 @@ class Executor:
         saved.state = self.programs("take_state", self._one, self.cache, *place)
         for array in jax.tree.leaves(saved.state):
             array.copy_to_host_async()
+        self._saving.append(sequence)
+
+    def _move_saved_to_host(self) -> None:
+        """Let go of the device arrays of the step before, whose copies are under way since then."""
+        for sequence in self._saving:
+            if sequence.saved is not None:
+                sequence.saved.state = jax.tree.map(np.asarray, sequence.saved.state)
+        self._saving.clear()
 
     def _restore(self, sequence: Sequence) -> None:
         saved = sequence.saved
         self.table.assign(sequence, replay=self.options.replay)
         self.table.update_pages(sequence)
         place = np.int32(sequence.slot), self._page_row(sequence.pages)
-        state = jax.tree.map(np.asarray, saved.state)
-        self.cache = self.programs("put_state", self._one, self.cache, *place, state)
+        self.cache = self.programs("put_state", self._one, self.cache, *place, saved.state)
         sequence.saved = None
 
     def _page_row(self, pages: list[int]) -> np.ndarray:

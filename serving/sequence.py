@@ -75,10 +75,6 @@ class Sequence:
         """Whether the last token that ``max_new_tokens`` allows is on its way."""
         return self.dispatched >= self.request.max_new_tokens
 
-    @property
-    def running(self) -> bool:
-        return self.stage in (Stage.PREFILL, Stage.DECODE)
-
     def tokens_known(self) -> np.ndarray:
         """Prompt and generated ids that have been read, int32."""
         return np.concatenate([self.prompt, np.asarray(self.result.token_ids, np.int32)])

@@ -62,10 +62,12 @@ def compile_for_h200(
     axis: str = "x",
     in_shardings: Any = None,
     out_shardings: Any = None,
+    options: dict[str, Any] | None = None,
 ) -> jax.stages.Compiled:
     """Lower and compile ``fn`` for `devices` H200s; raises what the compiler raises.
 
-    args are arrays or ShapeDtypeStructs. Shardings default to replicated.
+    args are arrays or ShapeDtypeStructs. Shardings default to replicated. options: compiler
+    options, those that the program is compiled with in earnest.
     """
     mesh = h200_mesh(devices, axis)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -81,4 +83,5 @@ def compile_for_h200(
             out_shardings=replicated if out_shardings is None else out_shardings,
             donate_argnums=donate,
         )
-        return jitted.trace(*args).lower(lowering_platforms=("cuda",)).compile()
+        lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
+        return lowered.compile(compiler_options=options)

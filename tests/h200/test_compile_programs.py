@@ -5,6 +5,7 @@ import pytest
 from flax import nnx
 
 from dsv41_jax.cache import CacheShape
+from dsv41_jax.compiling import COMPILER_OPTIONS
 from dsv41_jax.config import Config
 from dsv41_jax.model import Model
 from dsv41_jax.ops import local_ops
@@ -27,7 +28,12 @@ def test_cache_is_donated_and_never_copied(name, bucket):
     cache = jax.eval_shape(programs.new_cache)
     inputs = programs.input_shapes(name, bucket)
     compiled = compile_for_h200(
-        programs.bound(name, bucket), programs.params, cache, *inputs, donate=(1,)
+        programs.bound(name, bucket),
+        programs.params,
+        cache,
+        *inputs,
+        donate=(1,),
+        options=COMPILER_OPTIONS,
     )
     leaves = jax.tree.leaves(cache)
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -74,6 +74,19 @@ def test_abort_frees_everything_and_touches_nobody(engine, oracle, stage, busy):
     assert_oracle(oracle, later)
 
 
+def test_a_preempted_state_leaves_the_device(engines, oracle):
+    engine = engines.make(pool=8)
+    first, second = [engine.add(ask(prompt(6 + i, 40), 40)) for i in range(2)]
+    while second.stage is not Stage.SWAPPED:
+        engine.step()
+    assert not any(isinstance(a, np.ndarray) for a in jax.tree.leaves(second.saved.state))
+    engine.step()
+    assert all(isinstance(a, np.ndarray) for a in jax.tree.leaves(second.saved.state))
+    drain(engine)
+    for sequence in (first, second):
+        assert_oracle(oracle, sequence)
+
+
 def test_abort_of_a_preempted_request(engines, oracle):
     engine = engines.make(pool=8)
     first, second = (engine.add(ask(prompt(6 + i, 40), 40)) for i in range(2))
