@@ -92,9 +92,16 @@ def neutral_decode(count: int, pages: int, stop_ids: int) -> DecodeBatch:
     )
 
 
-def neutral_sampling(count: int, stop_ids: int, bias_ids: int | None) -> Sampling:
+def everything(rows: int, vocab_size: int) -> np.ndarray:
+    """int32 [rows, ceil(V / 32)] of ``LogitRules.allowed``: every id."""
+    return np.full((rows, -(-vocab_size // 32)), -1, np.int32)
+
+
+def neutral_sampling(
+    count: int, stop_ids: int, bias_ids: int | None, vocab_size: int | None = None
+) -> Sampling:
     """Greedy sampling parameters [count]; rules that change nothing, or none if ``bias_ids`` is
-    None.
+    None. vocab_size: None for rules without ``allowed``.
     """
 
     def column(fill: float, dtype: type = np.float32, *width: int) -> np.ndarray:
@@ -110,6 +117,7 @@ def neutral_sampling(count: int, stop_ids: int, bias_ids: int | None) -> Samplin
             bias=column(0, np.float32, bias_ids),
             stop_ids=column(-1, np.int32, stop_ids),
             min_position=column(0, np.int32),
+            allowed=None if vocab_size is None else everything(count, vocab_size),
         )
     return Sampling(
         temperature=column(0),

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dsv41_jax.errors import UserError
 from dsv41_jax.model import Model
@@ -17,6 +18,9 @@ from serving.request import Request, TokenLogprobs, check_request
 from serving.scheduler import Limits, Scheduler
 from serving.sequence import Sequence, Stage
 from serving.tokens import host_tokens, prompt_tokens
+
+if TYPE_CHECKING:  # llguidance is there for who uses grammars
+    from serving.grammars import Grammars
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,14 @@ class Engine:
         options: EngineOptions,
         tokenizer: Tokenizer | None = None,
         executables: dict | None = None,
+        grammars: "Grammars | None" = None,
     ):
         """``executables``: ``executor.programs.executables`` of an engine over the same model and
-        options but for switches, to share what it compiled.
+        options but for switches, to share what it compiled. ``grammars``: those of the tokenizer,
+        if requests may have one.
         """
         self.cfg, self.options, self.tokenizer = model.cfg, options, tokenizer
+        self.grammars = grammars
         self.executor = Executor(model, ops, options)
         if executables is not None:
             self.executor.programs.executables = executables
@@ -73,6 +80,10 @@ class Engine:
     def add(self, request: Request, priority: int = 0) -> Sequence:
         """Queue a request, smaller ``priority`` first. UserError names the field that is wrong."""
         self.check_request(request)
+        return self.add_checked(request, priority)
+
+    def add_checked(self, request: Request, priority: int = 0) -> Sequence:
+        """Queue a request that ``check_request`` has passed."""
         sequence = Sequence.of(request, self._arrivals, priority)
         if self.tokenizer is not None:
             sequence.output = TextOutput(self.tokenizer, request.stop)
@@ -88,7 +99,7 @@ class Engine:
         requests = list(requests)
         for request in requests:
             self.check_request(request)
-        sequences = [self.add(request) for request in requests]
+        sequences = [self.add_checked(request) for request in requests]
         try:
             while any(sequence.stage is not Stage.DONE for sequence in sequences):
                 for event in self.step():
@@ -119,6 +130,8 @@ class Engine:
             raise UserError("prompt_logprobs: this engine was started without them")
         if request.stop and self.tokenizer is None:
             raise UserError("stop: stop strings need a tokenizer")
+        if request.grammar is not None and request.grammar.owner is not self.grammars:
+            raise UserError("grammar: must be made by the grammars that this engine was given")
 
     def abort(self, sequence: Sequence) -> None:
         """End a request now; its pages are free for the next step."""
@@ -151,12 +164,14 @@ class Engine:
         for scores, chunks in flight.scores:
             for chunk, tokens in zip(chunks, prompt_tokens(scores, chunks), strict=False):
                 chunk.sequence.result.prompt_logprobs += tokens
-        events = []
+        taken = []
         for sampled, owners in flight.sampled:
             for sequence, token in zip(owners, host_tokens(sampled, len(owners)), strict=True):
                 if sequence is not None and sequence.stage is not Stage.DONE:
-                    events.append(self._take(sequence, token))
-        return events
+                    taken.append((sequence, token))
+        if self.grammars is not None:
+            self.grammars.advance([(s.matcher, t.token_id) for s, t in taken if s.matcher])
+        return [self._take(sequence, token) for sequence, token in taken]
 
     def _take(self, sequence: Sequence, token: TokenLogprobs) -> Event:
         result, now = sequence.result, time.perf_counter()
@@ -166,6 +181,8 @@ class Engine:
             sequence.first_token_at = now
             result.ttft_ms = 1e3 * (now - sequence.queued_at)
         result.add(token, sequence.request)
+        if sequence.matcher is not None:
+            result.follow(sequence.matcher)
         text = self._text(sequence, token)
         finished = result.finish_reason is not None
         if finished:

@@ -1,7 +1,7 @@
 """Carries out a plan on the device: the programs, the cache and the slots' numbers."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -9,12 +9,12 @@ import numpy as np
 from dsv41_jax.cache import Cache, CacheShape, kv_bytes_per_token
 from dsv41_jax.model import Model
 from dsv41_jax.ops import Ops
-from serving.batch import Segment, build_rows, build_targets
+from serving.batch import Segment, build_rows, build_targets, everything
 from serving.buckets import Bucket
 from serving.logit_rules import PROMPT
 from serving.programs import Programs
 from serving.replay import decoder_floor, window_floor
-from serving.sampler import RowScores, Sampled
+from serving.sampler import RowScores, Sampled, Sampling
 from serving.scheduler import Chunk, Plan
 from serving.sequence import Sequence, Stage
 from serving.slots import SlotTable
@@ -87,6 +87,7 @@ class Executor:
             bias_ids=options.max_bias_ids,
         )
         self._saving: list[Sequence] = []
+        self._all_allowed: dict[int, jax.Array] = {}
 
     def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
         """Compile every program for every bucket and run each once without live rows."""
@@ -154,16 +155,20 @@ class Executor:
 
     def _prefill_full(self, chunks: list[Chunk], flight: InFlight) -> None:
         bucket, rows, sampling = self._prefill_inputs(chunks)
+        owners = [c.sequence if c.last else None for c in chunks]
+        sampling = self._with_grammars("prefill_full", bucket, sampling, owners)
         self.cache, sampled = self.programs("prefill_full", bucket, self.cache, rows, sampling)
-        self._keep(sampled, [c.sequence if c.last else None for c in chunks], flight)
+        self._keep(sampled, owners, flight)
 
     def _prefill_scored(self, chunks: list[Chunk], flight: InFlight) -> None:
         bucket, rows, sampling = self._prefill_inputs(chunks)
         targets = build_targets([(c.sequence.prompt, c.start, c.stop) for c in chunks], bucket)
+        owners = [c.sequence if c.last else None for c in chunks]
+        sampling = self._with_grammars("prefill_scored", bucket, sampling, owners)
         inputs = rows, sampling, targets
         self.cache, sampled, scores = self.programs("prefill_scored", bucket, self.cache, *inputs)
         flight.scores.append((scores, chunks))
-        self._keep(sampled, [c.sequence if c.last else None for c in chunks], flight)
+        self._keep(sampled, owners, flight)
 
     def _replay(self, sequences: list[Sequence], flight: InFlight) -> None:
         window = self.cfg.sliding_window
@@ -176,6 +181,7 @@ class Executor:
             sequence.result.decoder_rows = sequence.length - start
         rows = build_rows(segments, bucket, self.cfg.engram_max_ngram_size - 1)
         sampling = self.table.sampling_of([s.slot for s in sequences], bucket)
+        sampling = self._with_grammars("replay", bucket, sampling, sequences)
         self.cache, sampled = self.programs("replay", bucket, self.cache, rows, sampling)
         self._keep(sampled, [*sequences], flight)
 
@@ -184,9 +190,38 @@ class Executor:
             self.table.update_pages(sequence)
         places = min(n for n in self.options.decode if n >= len(sequences))
         bucket = self._bucket(places, 1)
-        inputs = self.table.decode_inputs([s.slot for s in sequences], bucket)
-        self.cache, decoded = self.programs("decode", bucket, self.cache, *inputs)
+        batch, sampling = self.table.decode_inputs([s.slot for s in sequences], bucket)
+        sampling = self._with_grammars("decode", bucket, sampling, sequences)
+        self.cache, decoded = self.programs("decode", bucket, self.cache, batch, sampling)
         self._keep(decoded.sampled, [*sequences], flight)
+
+    def _with_grammars(
+        self, name: str, bucket: Bucket, sampling: Sampling, owners: Iterable[Sequence | None]
+    ) -> Sampling:
+        """The sampling with the ids that each row's grammar allows; bits travel to the device only
+        if a row has a grammar. Where a grammar leaves nothing but stop ids, they may come before
+        ``min_tokens``.
+        """
+        rules = sampling.rules
+        assert rules is not None
+        matchers = [(i, s, s.matcher) for i, s in enumerate(owners) if s and s.matcher]
+        if not matchers:
+            return replace(sampling, rules=replace(rules, allowed=self._all_ids(name, bucket)))
+        allowed = everything(bucket.requests, self.cfg.vocab_size)
+        for row, sequence, matcher in matchers:
+            allowed[row] = matcher.allowed
+            request = sequence.request
+            if request.min_tokens and matcher.allows_only(request.stop_ids):
+                rules.min_position[row] = 0
+        return replace(sampling, rules=replace(rules, allowed=allowed))
+
+    def _all_ids(self, name: str, bucket: Bucket) -> jax.Array:
+        """``allowed`` of a batch without grammars, on the device since it was first needed."""
+        if bucket.requests not in self._all_allowed:
+            inputs = self.programs.executables[name, bucket].input_shardings[0]
+            array = everything(bucket.requests, self.cfg.vocab_size)
+            self._all_allowed[bucket.requests] = jax.device_put(array, inputs[3].rules.allowed)
+        return self._all_allowed[bucket.requests]
 
     def _keep(self, sampled: Sampled, owners: list[Sequence | None], flight: InFlight) -> None:
         for sequence in owners:

@@ -1,4 +1,4 @@
-"""What a request does to its logits before sampling: penalties, bias, minimum length."""
+"""What a request does to its logits before sampling: penalties, bias, minimum length, grammar."""
 
 from dataclasses import dataclass
 
@@ -17,6 +17,8 @@ class LogitRules:
 
     bias_ids int32, -1 for none, bias f32: added to those ids. stop_ids int32, -1 for none:
     impossible before min_position, the position of the first token that may end the request.
+    allowed int32 [B, ceil(V / 32)]: all ids but those whose bit is set are impossible; None: every
+    id is possible.
     """
 
     repetition: Array
@@ -26,6 +28,7 @@ class LogitRules:
     bias: Array
     stop_ids: Array
     min_position: Array
+    allowed: Array | None = None
 
 
 def adjusted(logits: Array, rules: LogitRules, counts: Array, position: Array) -> Array:
@@ -41,7 +44,16 @@ def adjusted(logits: Array, rules: LogitRules, counts: Array, position: Array) -
     logits = logits - rules.presence[:, None] * (generated > 0)
     logits = _at(logits, rules.bias_ids).add(rules.bias, mode="drop")
     early = (position < rules.min_position)[:, None]
-    return _at(logits, jnp.where(early, rules.stop_ids, -1)).set(-jnp.inf, mode="drop")
+    logits = _at(logits, jnp.where(early, rules.stop_ids, -1)).set(-jnp.inf, mode="drop")
+    if rules.allowed is None:
+        return logits
+    return jnp.where(_bits(rules.allowed, logits.shape[1]), logits, -jnp.inf)
+
+
+def _bits(words: Array, count: int) -> Array:
+    """The first ``count`` bits of int32 [B, W] as bool [B, count], the lowest of a word first."""
+    bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
+    return bits.reshape(words.shape[0], -1)[:, :count] != 0
 
 
 def counted(counts: Array, slot: Array, token: Array, live: Array) -> Array:

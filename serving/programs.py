@@ -77,7 +77,9 @@ class Programs:
         """Inputs after the cache with which a program changes nothing that matters."""
         if name in MOVES:
             return self._idle_move(name, bucket)
-        sampling = neutral_sampling(bucket.requests, self.max_stop_ids, self.max_bias_ids)
+        sampling = neutral_sampling(
+            bucket.requests, self.max_stop_ids, self.max_bias_ids, self.cfg.vocab_size
+        )
         if name == "decode":
             return neutral_decode(bucket.requests, bucket.pages, self.max_stop_ids), sampling
         rows = build_rows([], bucket, self.cfg.engram_max_ngram_size - 1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from dsv41_jax.config import Config
 from dsv41_jax.errors import UserError
 from dsv41_jax.prompt import check_token_ids
+from serving.grammar import Grammar, Matcher
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Request:
     temperature 0 is greedy; top_k 0 keeps every id. stop_ids end it and are kept as its last token;
     stop strings end it and are cut off the text. logprobs, prompt_logprobs: alternatives a token,
     None for no report; a request with prompt_logprobs runs every row through every layer and adopts
-    no cached prefix. min_tokens: no stop id before.
+    no cached prefix. min_tokens: no stop id before, unless the grammar leaves nothing else.
+    grammar: what the answer must match; it ends the request when nothing can follow.
     """
 
     prompt: tuple[int, ...]
@@ -34,6 +36,7 @@ class Request:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def counts_tokens(self) -> bool:
@@ -55,13 +58,14 @@ class TokenLogprobs:
 class Result:
     """Tokens generated so far. encoder_rows, decoder_rows: prompt rows through the layers up to the
     last KV source and after it. cached_tokens: prompt tokens taken from the prefix cache.
-    prompt_logprobs: of the prompt's second token on.
+    prompt_logprobs: of the prompt's second token on. fault: what finish_reason "error" is about.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    fault: str | None = None
     encoder_rows: int = 0
     decoder_rows: int = 0
     cached_tokens: int = 0
@@ -76,6 +80,13 @@ class Result:
             self.finish_reason = "stop"
         elif len(self.token_ids) == request.max_new_tokens:
             self.finish_reason = "length"
+
+    def follow(self, matcher: Matcher) -> None:
+        """End with the grammar: "stop" where it is complete, "error" where it cannot go on."""
+        if matcher.complete:
+            self.finish_reason = "stop"
+        elif matcher.fault is not None and self.finish_reason is None:
+            self.finish_reason, self.fault = "error", matcher.fault
 
 
 def check_request(request: Request, cfg: Config) -> None:

@@ -125,6 +125,8 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda s: s.rank):
             if sequence.stage is not Stage.DECODE or sequence.all_dispatched:
                 continue
+            if sequence.awaits_reader:
+                continue
             if self._grow(plan, sequence, sequence.next_position + 1):
                 plan.decode.append(sequence)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from serving.grammar import Matcher
 from serving.output import TextOutput
 from serving.request import Request, Result
 
@@ -30,8 +31,8 @@ class Sequence:
 
     computed: prompt rows whose global entries are written or on their way. hit: cached prompt
     tokens adopted. dispatched: tokens sampled so far, read or not. nodes: prefix-cache nodes of its
-    first pages. resume_to: stage before it was preempted; saved: the state taken from the device
-    then.
+    first pages. matcher: where it stands in its grammar, by the tokens read. resume_to: stage
+    before it was preempted; saved: the state taken from the device then.
     """
 
     request: Request
@@ -49,12 +50,16 @@ class Sequence:
     resume_to: Stage = Stage.PREFILL
     saved: Any = None
     output: TextOutput | None = None
+    matcher: Matcher | None = None
     queued_at: float = 0.0
     first_token_at: float = 0.0
 
     @classmethod
     def of(cls, request: Request, arrival: int, priority: int = 0) -> "Sequence":
-        return cls(request, arrival, priority, np.asarray(request.prompt, np.int32))
+        made = cls(request, arrival, priority, np.asarray(request.prompt, np.int32))
+        if request.grammar is not None:
+            made.matcher = request.grammar.start()
+        return made
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -74,6 +79,11 @@ class Sequence:
     def all_dispatched(self) -> bool:
         """Whether the last token that ``max_new_tokens`` allows is on its way."""
         return self.dispatched >= self.request.max_new_tokens
+
+    @property
+    def awaits_reader(self) -> bool:
+        """Whether the next token depends on one that has not been read."""
+        return self.matcher is not None and self.dispatched > len(self.result.token_ids)
 
     def tokens_known(self) -> np.ndarray:
         """Prompt and generated ids that have been read, int32."""

@@ -14,6 +14,7 @@ from pallas_kernels.numerics import MODES
 from serving.engine import Engine
 from serving.executor import EngineOptions
 from serving.generate import load
+from serving.grammars import Grammars
 from serving.server.app import create_app
 from serving.server.chat import chat_format
 from serving.server.limits import ServerOptions
@@ -108,7 +109,8 @@ def _serve(arguments: argparse.Namespace) -> None:
             arguments.chat_format,
             names[0],
         )
-        engine = Engine(loaded.model, loaded.ops, options, loaded.tokenizer)
+        grammars = Grammars.from_dir(arguments.checkpoint, loaded.model.cfg)
+        engine = Engine(loaded.model, loaded.ops, options, loaded.tokenizer, grammars=grammars)
         engine.warm_up(progress_line)
         key = arguments.api_key or os.environ.get(_KEY_VARIABLE) or None
         if key is None and arguments.host not in _LOOPBACK:

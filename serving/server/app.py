@@ -40,6 +40,7 @@ from serving.server.streaming import (
     Kind,
     unless_gone,
 )
+from serving.server.structured import grammar_of
 from serving.server.tokens import TokenTexts
 from serving.server.worker import Worker
 
@@ -57,6 +58,8 @@ def create_app(engine: Engine, chat: ChatFormat, options: ServerOptions) -> Fast
         server.worker.start()
         yield
         await server.worker.stop()
+        if engine.grammars is not None:
+            engine.grammars.close()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gate, app.state.worker = server.gate, server.worker
@@ -131,6 +134,9 @@ class Server:
         """
         self._check_count(body.n or 1, "n")
         chat = self.chat.prepare(body)
+        grammar = grammar_of(body, self.engine.grammars)
+        if grammar is not None:
+            grammar = grammar.behind(chat.reasoning_end)
         limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         if limit is None:
             limit = max(1, self.facts.context - len(chat.prompt))
@@ -141,6 +147,7 @@ class Server:
             max_tokens=limit,
             logprobs=chat_logprobs(body),
             stop=chat.stop,
+            grammar=grammar,
         )
         self._check(made, 1)
         return made, [chat.new_answer() for _ in made]
@@ -149,6 +156,7 @@ class Server:
         made: list[EngineRequest] = []
         prompts = protocol.prompts_of(body)
         self._check_count(len(prompts) * (body.n or 1), "prompt")
+        grammar = grammar_of(body, self.engine.grammars)
         limit = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         for prompt in prompts:
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -159,6 +167,7 @@ class Server:
                 max_tokens=limit,
                 logprobs=body.logprobs,
                 stop=protocol.stop_strings(body),
+                grammar=grammar,
             )
         self._check(made, len(prompts))
         return made

@@ -23,12 +23,14 @@ V41_TOKENS = ("<｜System｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", 
 @dataclass(frozen=True)
 class Chat:
     """A prompt ready to run. stop: strings that the engine looks for (a format may do it itself).
-    new_answer: makes the parser of one choice.
+    new_answer: makes the parser of one choice. reasoning_end: the token that ends the reasoning
+    with which an answer begins, None if there is none.
     """
 
     prompt: list[int]
     stop: tuple[str, ...]
     new_answer: Callable[[], Answer]
+    reasoning_end: int | None = None
 
 
 class ChatFormat(Protocol):
@@ -58,7 +60,9 @@ def chat_format(
     from serving.server.recipe import RecipeChat
 
     path = Path(checkpoint) / "tokenizer.json"
-    return RecipeChat(path.read_text("utf-8"), model, (cfg.bos_token_id, cfg.eos_token_id))
+    [reasoning_end] = tokenizer.encode("</think>", bos=False)
+    hidden = cfg.bos_token_id, cfg.eos_token_id
+    return RecipeChat(path.read_text("utf-8"), model, hidden, reasoning_end)
 
 
 def chat_logprobs(body: ChatBody) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
+from serving.grammar import Grammar
 from serving.request import Request
 from serving.server.errors import ApiError
 
@@ -25,11 +26,24 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """One of: a JSON schema, a regular expression, texts to choose from, a grammar in llguidance's
+    Lark, any JSON object.
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
     """What both generation endpoints take; null is the default. A seed that is not given is drawn.
 
     Beyond OpenAI's fields, as in vLLM: top_k, min_p, repetition_penalty, stop_token_ids,
-    ignore_eos, min_tokens, prompt_logprobs, priority (smaller first), return_token_ids.
+    ignore_eos, min_tokens, prompt_logprobs, priority (smaller first), return_token_ids,
+    structured_outputs.
     """
 
     model: str | None = None
@@ -54,6 +68,7 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: int | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class CompletionBody(GenerationBody):
@@ -87,8 +102,26 @@ class Message(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=Tr
     function_call: None = None
 
 
+class JsonSchema(Struct, forbid_unknown_fields=True):
+    """The answer is valid JSON for ``schema`` in any case; ``strict`` and the texts change
+    nothing.
+    """
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class ChatBody(GenerationBody):
-    """``/v1/chat/completions``."""
+    """``/v1/chat/completions``. response_format and structured_outputs bind what comes after the
+    reasoning; tools that may be called or a prefix cannot be combined with them.
+    """
 
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -99,7 +132,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     thinking: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
 
 
 class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -161,10 +194,6 @@ def check_fields(body: CompletionBody | ChatBody) -> None:
 
 
 def _check_chat(body: ChatBody) -> None:
-    asked = body.response_format or {"type": "text"}
-    unsupported = asked != {"type": "text"}
-    rule = f"{asked.get('type')!r} is not supported: the server does not constrain the output"
-    _refuse(unsupported, "response_format", rule)
     _refuse(body.parallel_tool_calls is False, "parallel_tool_calls", "false is not supported")
     alternatives = body.top_logprobs is not None
     _refuse(alternatives and not body.logprobs, "top_logprobs", "needs logprobs: true")
@@ -206,6 +235,7 @@ def engine_requests(
     max_tokens: int,
     logprobs: int | None,
     stop: tuple[str, ...],
+    grammar: Grammar | None,
 ) -> list[Request]:
     """One request for each of the n choices of a prompt; choice i has the seed ``seed + i``."""
     choices, ids = body.n or 1, tuple(prompt)
@@ -231,6 +261,7 @@ def engine_requests(
             logit_bias=_biases(body.logit_bias or {}),
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
+            grammar=grammar,
         )
         for choice in range(choices)
     ]

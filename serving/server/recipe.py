@@ -22,15 +22,18 @@ _PASSED_ON = ("tool_choice", "reasoning_effort", "thinking", "tools")
 
 class RecipeChat:
     """Renders conversations with the checkpoint's tokenizer.json. hidden: ids that end or begin a
-    text and are never shown.
+    text and are never shown. reasoning_end: the id of the token between reasoning and content.
     """
 
-    def __init__(self, tokenizer_json: str, model: str, hidden: tuple[int, ...]):
+    def __init__(
+        self, tokenizer_json: str, model: str, hidden: tuple[int, ...], reasoning_end: int
+    ):
         self._tokenizer = recipe.Tokenizer.from_str(tokenizer_json)
         self._encoding = recipe.DeepseekV41Encoding().with_tokenizer(self._tokenizer)
         version = recipe.ModelVersion.DeepseekV41Flash
         self._options = recipe.ConversionOptions().with_model_alias(model, version)
         self._model, self._hidden = model, frozenset(hidden)
+        self._reasoning_end = reasoning_end
 
     def prepare(self, body: ChatBody) -> Chat:
         converted = self._convert(body)
@@ -46,7 +49,8 @@ class RecipeChat:
             parser = recipe.StreamProcessor(generator, options, self._tokenizer)
             return RecipeAnswer(parser, self._hidden, logprobs)
 
-        return Chat(prompt, (), new_answer)
+        thinks = converted.conversation.thinking_mode
+        return Chat(prompt, (), new_answer, self._reasoning_end if thinks else None)
 
     def _convert(self, body: ChatBody) -> recipe.ConversationRequest:
         """The conversation; ApiError 400 with the package's own words."""

@@ -119,6 +119,8 @@ class Generation:
     async def _pieces(self) -> AsyncIterator[tuple[int, list[Piece]]]:
         async for choice, event in self.job:
             answer = self.answers[choice.index]
+            if fault := event.sequence.result.fault:
+                raise ApiError(500, f"the output could not be constrained any further: {fault}")
             self.token_ids[choice.index].append(event.token.token_id)
             pieces = answer.push(event)
             ended = event.finished or answer.done

@@ -192,7 +192,7 @@ class Worker:
             self._loop.call_soon_threadsafe(self._deliver, batch, time.perf_counter())
 
     def _add_on_engine(self, choice: Choice) -> None:
-        choice.sequence = self.engine.add(choice.request, choice.priority)
+        choice.sequence = self.engine.add_checked(choice.request, choice.priority)
         self._choices[choice.sequence] = choice
 
     def _abort_on_engine(self, choice: Choice) -> None:

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from dsv41_jax.checkpoint.load import load_model
+from dsv41_jax.config import Config
 from pallas_kernels.numerics import Numerics
+from serving.grammars import Grammars
 from serving.programs import Programs
 from sharding.build import build_ops
 from tests.serving.support import SHAPE, STOP_IDS, VOCAB, Bench, MakeBench
@@ -39,6 +41,14 @@ def benches(loaded) -> MakeBench:
 @pytest.fixture(scope="session")
 def bench(benches) -> Bench:
     return benches("float32")
+
+
+@pytest.fixture(scope="session")
+def grammars(tiny_dir):
+    """Grammars of the tiny checkpoint's tokenizer."""
+    made = Grammars.from_dir(tiny_dir, Config.from_json(tiny_dir / "config.json"))
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

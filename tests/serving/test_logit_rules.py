@@ -101,3 +101,22 @@ def test_live_tokens_are_counted_each_in_its_slot():
     want = np.full((2, V), PROMPT)
     want[:, 2] += GENERATED
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("vocab", [6, 32, 65])
+def test_allowed_bits(vocab):
+    """Ids whose bit is not set are impossible, after everything else; each row has its own."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(size=(3, vocab)).astype(np.float32)
+    possible = rng.random((3, vocab)) < 0.5
+    possible[2] = True
+    words = np.zeros((3, -(-vocab // 32) * 32), bool)
+    words[:, :vocab] = possible
+    allowed = np.packbits(words, axis=1, bitorder="little").view(np.int32)
+    neutral = replace(neutral_sampling(3, 2, 3, vocab).rules, allowed=allowed)
+    seen = np.zeros((3, vocab), np.int32)
+    got = np.asarray(adjusted(jnp.asarray(logits), neutral, seen, np.zeros(3, np.int32)))
+    np.testing.assert_array_equal(got, np.where(possible, logits, -np.inf))
+    everything = neutral_sampling(3, 2, 3, vocab).rules
+    same = np.asarray(adjusted(jnp.asarray(logits), everything, seen, np.zeros(3, np.int32)))
+    assert same.tobytes() == logits.tobytes()

@@ -43,9 +43,12 @@ class Simulation:
         self.sequences: list[Sequence] = []
         self.rows = 0
 
-    def add(self, prompt, new: int, priority: int = 0, **request) -> Sequence:
+    def add(
+        self, prompt, new: int, priority: int = 0, *, structured: bool = False, **request
+    ) -> Sequence:
         asked = Request(tuple(prompt), new, **request)
         sequence = Sequence.of(asked, len(self.sequences), priority)
+        sequence.matcher = object() if structured else None
         self.sequences.append(sequence)
         self.scheduler.add(sequence)
         return sequence
@@ -74,6 +77,8 @@ class Simulation:
         assert len(busy) == len(set(map(id, busy)))
         assert all(s in self.scheduler.running and s not in plan.preempt for s in busy)
         assert len({s.slot for s in busy}) == len(busy)
+        structured = [s for s in plan.decode if s.matcher]
+        assert all(s.dispatched == len(s.result.token_ids) for s in structured)
         if plan.chunks:
             rows = [chunk.stop - chunk.start for chunk in plan.chunks]
             assert min(rows) > 0
@@ -164,10 +169,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         stop=st.sampled_from([(), (), (1,)]),
         scored=st.booleans(),
+        structured=st.booleans(),
     )
-    def add(self, prompt, new, priority, stop, scored):
-        prompt_logprobs = 1 if scored else None
-        self.sim.add(prompt, new, priority, stop_ids=stop, prompt_logprobs=prompt_logprobs)
+    def add(self, prompt, new, priority, stop, scored, structured):
+        scores = {"prompt_logprobs": 1 if scored else None}
+        self.sim.add(prompt, new, priority, structured=structured, stop_ids=stop, **scores)
 
     @rule(pick=st.integers(0, 99), new=st.integers(1, 5))
     def next_turn(self, pick, new):
@@ -264,6 +270,18 @@ def test_urgent_requests_start_first_and_late_ones_make_way():
         preempted += sim.step().preempt
     assert late in preempted and urgent not in preempted
     assert len(late.result.token_ids) == len(urgent.result.token_ids) == 10
+
+
+def test_a_request_with_a_grammar_waits_for_its_reader_and_nobody_else_does():
+    sim = Simulation(20)
+    structured, plain = sim.add(ones(2), 5, structured=True), sim.add(ones(2), 9)
+    decoded = []
+    while not sim.idle:
+        decoded.append(sim.step().decode)
+    with_plain = [plain in batch for batch in decoded]
+    with_structured = [structured in batch for batch in decoded]
+    assert with_plain[:10] == [False] + [True] * 8 + [False]
+    assert with_structured[:9] == [False, False, True, False, True, False, True, False, True]
 
 
 def test_arrival_decides_among_equals():

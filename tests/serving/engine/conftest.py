@@ -9,9 +9,9 @@ from tests.serving.engine.support import Engines, assert_nothing_leaks
 
 
 @pytest.fixture(scope="session")
-def engines(loaded, tiny_dir) -> Engines:
+def engines(loaded, tiny_dir, grammars) -> Engines:
     model, ops = loaded("float32")
-    return Engines(model, ops, Tokenizer.from_dir(tiny_dir, model.cfg))
+    return Engines(model, ops, Tokenizer.from_dir(tiny_dir, model.cfg), grammars)
 
 
 @pytest.fixture(scope="session")

@@ -42,8 +42,9 @@ class Tied(AssertionError):
 class Engines:
     """Makes engines over one model; a program is compiled once for all of them."""
 
-    def __init__(self, model, ops, tokenizer):
+    def __init__(self, model, ops, tokenizer, grammars):
         self.model, self.ops, self.tokenizer = model, ops, tokenizer
+        self.grammars = grammars
         self._executables: dict = {}
 
     def make(
@@ -52,7 +53,8 @@ class Engines:
         """pool: pages that the host hands out; the device has as many as ever. chunk: most prompt
         rows of a request a step, in whatever bucket holds them.
         """
-        engine = Engine(self.model, self.ops, replace(OPTIONS, **options), self.tokenizer)
+        made = self.model, self.ops, replace(OPTIONS, **options), self.tokenizer
+        engine = Engine(*made, grammars=self.grammars)
         engine.executor.programs.executables = self._executables
         engine.warm_up()
         limits = engine.scheduler.limits

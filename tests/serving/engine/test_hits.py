@@ -201,7 +201,7 @@ def test_repeats_with_poisoned_slots_and_pages(engine, oracle):
     assert hits == [0, 64, 0, 64, 64]
 
 
-def test_without_replay_a_warm_turn_equals_the_cold_one(engines, oracle):
+def test_without_replay_a_warm_turn_equals_the_cold_one(engines, oracle, grammars):
     engine = engines.make(replay=False, prefill=((1, 64),))
     requests = [ask(prompt(16, 70), 8), ask(prompt(16, 100), 8), ask(prompt(17, 30), 8)]
     for _ in range(2):
@@ -210,6 +210,8 @@ def test_without_replay_a_warm_turn_equals_the_cold_one(engines, oracle):
             assert result.cached_tokens == 0
             assert result.encoder_rows == result.decoder_rows == sequence.length
             assert_oracle(oracle, sequence, replay=False)
+    [bound] = run(engine, [ask(prompt(17, 30), 8, grammar=grammars.choice(["mauve", "red"]))])
+    assert bound.output.text in ("mauve", "red") and bound.result.finish_reason == "stop"
     assert_nothing_leaks(engine)
 
 

@@ -59,6 +59,17 @@ def test_scores_and_tokens_equal_the_oracle(scoring, oracle, length):
     assert sequence.result.encoder_rows == sequence.result.decoder_rows == length
 
 
+def test_a_scored_request_with_a_grammar(scoring, oracle, grammars):
+    """Its first token comes from the program that scores."""
+    scoring.prefix_cache.clear()
+    bound = scored(prompt(2, 65), 8, grammar=grammars.choice(["mauve", "red"]))
+    sequences = run(scoring, [bound, scored(prompt(3, 30))])
+    assert sequences[0].output.text in ("mauve", "red")
+    assert sequences[0].result.token_ids[0] != sequences[0].result.logprobs[0].top[0][0]
+    for sequence in sequences:
+        assert_scores(sequence, oracle.logits(sequence.request.prompt, 1, replay=False))
+
+
 def test_scored_and_other_requests_in_one_preempting_batch(scoring, oracle):
     recorded(scoring, everyone_makes_way(between_chunks()))
     base = prompt(3, 90)

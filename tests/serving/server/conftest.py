@@ -8,20 +8,21 @@ from dsv41_jax.config import Config
 from dsv41_jax.tokenizer import Tokenizer
 from serving.engine import Engine
 from serving.executor import EngineOptions
+from serving.grammars import Grammars
 from serving.server.app import create_app
 from serving.server.chat import chat_format
 from tests.serving.server.support import NAME, OPTIONS, Served, scripted_engine, v41_tokenizer_json
 
 
 @pytest.fixture(scope="session")
-def tiny_server(loaded, tiny_dir) -> Iterator[Served]:
+def tiny_server(loaded, tiny_dir, grammars) -> Iterator[Served]:
     """A server over the tiny model in float32."""
     model, ops = loaded("float32")
     tokenizer = Tokenizer.from_dir(tiny_dir, model.cfg)
     options = EngineOptions(
         slots=4, pages=48, page_size=16, max_tokens=128, prefill=((1, 64),), decode=(4,)
     )
-    engine = Engine(model, ops, options, tokenizer)
+    engine = Engine(model, ops, options, tokenizer, grammars=grammars)
     engine.warm_up()
     chat = chat_format(tiny_dir, model.cfg, tokenizer, "auto", NAME)
     with Served(create_app(engine, chat, OPTIONS), engine) as served:
@@ -55,6 +56,7 @@ def scripted(tiny_dir, v41_dir):
         cfg = Config.from_json(directory / "config.json")
         tokenizer = Tokenizer.from_dir(directory, cfg)
         engine = scripted_engine(cfg, tokenizer, script, **executor)
+        engine.grammars = Grammars.from_dir(directory, cfg)
         chat = chat_format(directory, cfg, tokenizer, "auto", NAME)
         return Served(create_app(engine, chat, options), engine, drain_s)
 
