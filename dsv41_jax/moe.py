@@ -7,6 +7,8 @@ from jax import Array
 from dsv41_jax.config import Config
 from dsv41_jax.ops import Ops
 from dsv41_jax.weights import Weight, fp32_param
+from pallas_kernels.dispatch import on_hopper
+from pallas_kernels.moe_experts import repack
 from pallas_kernels.moe_experts.weights import ExpertWeights
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.quant import Fp4Rows, Fp8Blocks, Packed
@@ -45,6 +47,16 @@ class Experts(nnx.Module):
         return ExpertWeights(self.w1(), self.w3(), self.w2())
 
 
+class RepackedExperts(nnx.Module):
+    """Routed experts in the order that the Hopper kernels read, at ``weight``."""
+
+    def __init__(self, packed: repack.PackedExperts):
+        self.weight = nnx.Param(packed)
+
+    def __call__(self) -> repack.PackedExperts:
+        return self.weight.get_value()
+
+
 class MoE(nnx.Module):
     """Gate, routed experts and the shared expert."""
 
@@ -55,6 +67,12 @@ class MoE(nnx.Module):
         self.experts = Experts(cfg, (experts,), Fp4Rows, numerics=numerics, rngs=rngs)
         self.shared_experts = Experts(cfg, (), Fp8Blocks, numerics=numerics, rngs=rngs)
         self.top_k, self.scale, self.limit = top_k, cfg.routed_scaling_factor, cfg.swiglu_limit
+
+    def repack(self) -> None:
+        """Replace the routed experts by their repacked form; both at once would not fit a GPU.
+        ``ValueError`` where ``repack.pack`` refuses them.
+        """
+        self.experts = RepackedExperts(repack.pack(self.experts(), self.shared_experts()))
 
     def route(self, ops: Ops, x: Array, image: Array) -> tuple[Array, Array]:
         """Expert ids and weights [..., top_k] of x [..., D]; rows of an image span select with
@@ -77,3 +95,16 @@ class MoE(nnx.Module):
         rows = (array.reshape(count, array.shape[-1]) for array in (x, ids, weights))
         y = ops.moe_experts(*rows, self.experts(), self.shared_experts(), limit=self.limit)
         return y.reshape(x.shape)
+
+
+def repack_experts(model: nnx.Module, kernels: str = "auto") -> None:
+    """Repack the experts of every block of a loaded model, one after the other, where the kind of
+    kernels reads them so: "mosaic", and "auto" on an sm_90 GPU for those that fit.
+    """
+    if kernels != "mosaic" and not (kernels == "auto" and on_hopper()):
+        return
+    for _, module in list(nnx.iter_modules(model)):
+        if isinstance(module, MoE):
+            fits = not repack.misfit(module.experts(), module.shared_experts())
+            if fits or kernels == "mosaic":
+                module.repack()

@@ -1,5 +1,5 @@
 """Time the ops: ``python -m pallas_kernels.bench OP... [--case TEXT] [--impl NAME] [--json FILE]
-[--baseline]``.
+[--baseline] [--commit HASH] [--lock FILE]``.
 
 An op registers by a module ``pallas_kernels.<op>.cases`` with ``CASES`` (objects whose ``str`` is
 the case name) and ``problem(case, impl, seed) -> Problem | None``. Executions run back to back
@@ -8,6 +8,7 @@ reads other inputs, so L2 does not flatter. Times are medians.
 """
 
 import argparse
+import fcntl
 import importlib
 import importlib.util
 import json
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -64,10 +66,8 @@ class Row:
     commit: str
 
 
-def seconds(problem: Problem, repeats: int = 7, budget_s: float = 2.0) -> float:
-    """Median seconds of one execution over ``repeats`` measurements, fewer (at least 3) past
-    ``budget_s``.
-    """
+def compiled(problem: Problem) -> Callable:
+    """(carry, data) -> carry: all executions in one program, carry donated."""
 
     @partial(jax.jit, donate_argnums=0)
     def chain(carry: Any, data: Any) -> Any:
@@ -75,6 +75,13 @@ def seconds(problem: Problem, repeats: int = 7, budget_s: float = 2.0) -> float:
             carry = problem.call(i, carry, data)
         return carry
 
+    return chain.lower(problem.carry, problem.data).compile()
+
+
+def seconds(problem: Problem, chain: Callable, repeats: int = 7, budget_s: float = 2.0) -> float:
+    """Median seconds of one execution over ``repeats`` measurements, fewer (at least 3) past
+    ``budget_s``.
+    """
     carry = jax.tree.map(lambda a: a.copy(), problem.carry)
     for _ in range(3):
         start = time.perf_counter()
@@ -91,12 +98,17 @@ def seconds(problem: Problem, repeats: int = 7, budget_s: float = 2.0) -> float:
     return statistics.median(times)
 
 
-def measure(op: str, case: Any, impl: str, seed: int) -> tuple[Row, dict[str, float]] | None:
+def measure(
+    op: str, case: Any, impl: str, seed: int, commit: str, alone: Callable
+) -> tuple[Row, dict[str, float]] | None:
     module = importlib.import_module(f"pallas_kernels.{op}.cases")
-    problem = module.problem(case, impl, seed)
+    with alone():
+        problem = module.problem(case, impl, seed)
     if problem is None:
         return None
-    s = seconds(problem)
+    chain = compiled(problem)
+    with alone():
+        s = seconds(problem, chain)
     floor = max(problem.nbytes / HBM_GBPS / 1e9, problem.flops / BF16_TFLOPS / 1e12)
     row = Row(
         op=op,
@@ -110,16 +122,27 @@ def measure(op: str, case: Any, impl: str, seed: int) -> tuple[Row, dict[str, fl
         seed=seed,
         device=jax.devices()[0].device_kind,
         jax=jax.__version__,
-        commit=_commit(),
+        commit=commit,
     )
     return row, {name: round(f(row.us), 1) for name, f in problem.extra.items()}
 
 
-def _commit() -> str:
-    root = Path(__file__).parent
+@contextmanager
+def _holding(path: Path | None) -> Iterator[None]:
+    """Hold the lock of a file, so that processes that compile side by side time one by one."""
+    if path is None:
+        yield
+        return
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _head() -> str:
+    """The commit of the working tree, or "unknown" in a copy that has no repository."""
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
-        cwd=root,
+        cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         check=False,
@@ -128,7 +151,7 @@ def _commit() -> str:
 
 
 def run(
-    ops: list[str], case: str, impls: list[str], seed: int
+    ops: list[str], case: str, impls: list[str], seed: int, commit: str, alone: Callable
 ) -> Iterator[tuple[Row, dict[str, float]]]:
     for op in ops:
         module = importlib.import_module(f"pallas_kernels.{op}.cases")
@@ -136,7 +159,7 @@ def run(
             if case not in str(one):
                 continue
             for impl in impls:
-                result = measure(op, one, impl, seed)
+                result = measure(op, one, impl, seed, commit, alone)
                 if result is not None:
                     yield result
 
@@ -153,6 +176,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="append the rows to the device's committed baselines",
     )
+    parser.add_argument(
+        "--lock",
+        type=Path,
+        help="hold this file's lock while the GPU works, but not while compiling (which may use it"
+        " too, to choose kernels)",
+    )
+    parser.add_argument("--commit", help="of what is measured; default: the repository's head")
     args = parser.parse_args(argv)
     for op in args.ops:
         if importlib.util.find_spec(f"pallas_kernels.{op}") is None:
@@ -169,12 +199,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
-    rows, reference = [], {}
+    commit, rows, reference = args.commit or _head(), [], {}
     print(
         f"{'op':12} {'case':34} {'impl':7} {'us':>10} {'GB/s':>8} {'TFLOP/s':>8}"
         f" {'roofline':>8} {'x xla':>7}"
     )
-    for row, extra in run(args.ops, args.case, args.impl, args.seed):
+    alone = partial(_holding, args.lock)
+    for row, extra in run(args.ops, args.case, args.impl, args.seed, commit, alone):
         if row.impl == "xla":
             reference[row.op, row.case] = row.us
         ratio = reference.get((row.op, row.case), float("nan")) / row.us
@@ -185,9 +216,9 @@ def main(argv: list[str] | None = None) -> int:
             flush=True,
         )
         rows.append({**asdict(row), **extra})
+        if args.json:
+            args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     print(f"device {jax.devices()[0].device_kind}, jax {jax.__version__}, seed {args.seed}")
-    if args.json:
-        args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     if args.baseline:
         name = "-".join(jax.devices()[0].device_kind.lower().split()) + ".jsonl"
         BASELINES.mkdir(exist_ok=True)

@@ -2,6 +2,7 @@
 uniform routing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -11,14 +12,15 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.bench import Problem
-from pallas_kernels.moe_experts import decode_plan
+from pallas_kernels.moe_experts import decode_plan, prefill_plan
+from pallas_kernels.moe_experts.prefill_shape import GROUP, TILE, Shape
 from pallas_kernels.moe_experts.weights import ExpertWeights
 from pallas_kernels.numerics import SERVING
 from pallas_kernels.quant import Fp4Rows, Fp8Blocks, dequantized
 
 F32 = jnp.float32
 LIMIT = 10.0
-ROUTINGS = 16  # different routings, taken in turn
+ROUTINGS = {"decode": 16, "prefill": 4}  # different routings, taken in turn
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,17 @@ class Case:
 
 
 LAYOUTS = (Layout("tp1", 384, 2304), Layout("tp8", 384, 288), Layout("ep8", 48, 2304))
-CASES = tuple(Case(rows, layout) for layout in LAYOUTS for rows in (1, 8, 32, 128))
+DRAFT = Layout("draft", 128, 2304, experts=128, top_k=3)
+CASES = (
+    *(
+        Case(rows, layout, phase)
+        for layout in LAYOUTS
+        for phase, bucket in (("decode", (1, 8, 32, 128)), ("prefill", (512, 8192, 32768)))
+        for rows in bucket
+    ),
+    *(Case(rows, DRAFT) for rows in (5, 80)),
+    *(Case(rows, DRAFT, "prefill") for rows in (160, 8192)),
+)
 
 
 def random_weights(
@@ -72,12 +84,13 @@ def random_weights(
 
 
 def routings(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Local ids int32 [ROUTINGS, R, k] (-1 for experts held elsewhere) and weights; uniform,
+    """Local ids int32 [routings, R, k] (-1 for experts held elsewhere) and weights; uniform,
     without replacement.
     """
     rng = np.random.default_rng(seed)
     layout = case.layout
-    order = rng.random((ROUTINGS, case.rows, layout.experts)).argsort(axis=-1)[..., : layout.top_k]
+    order = rng.random((ROUTINGS[case.phase], case.rows, layout.experts), np.float32)
+    order = order.argpartition(layout.top_k, axis=-1)[..., : layout.top_k]
     ids = np.where(order < layout.local, order, -1).astype(np.int32)
     weights = rng.random(ids.shape, np.float32) + 0.1
     return ids, (1.5 * weights / weights.sum(-1, keepdims=True)).astype(np.float32)
@@ -99,19 +112,16 @@ def _packed(layout: Layout, seed: int):
 def xla_path(
     x: Array, ids: Array, weights: Array, experts: ExpertWeights, shared: ExpertWeights
 ) -> Array:
-    """The best plain XLA program found: a loop over the experts touched, weights dequantised to
-    bf16.
+    """The best plain XLA program found for few rows: a loop over the experts touched, weights
+    dequantised to bf16.
     """
     rows, d = x.shape
     plan = decode_plan.make_plan(ids, weights, experts.w1.shape[0])
     pairs, picked = plan.pairs.reshape(-1, 8), plan.weights.reshape(-1, 8)
+    dot = partial(jnp.einsum, "tk,nk->tn", preferred_element_type=F32)
 
     def ffn(x: Array, w: ExpertWeights, scale: Array | float) -> Array:
-        w1, w3, w2 = (dequantized(m, jnp.bfloat16) for m in (w.w1, w.w3, w.w2))
-        dot = partial(jnp.einsum, "tk,nk->tn", preferred_element_type=F32)
-        up = jnp.clip(dot(x, w3), -LIMIT, LIMIT)
-        t = jax.nn.silu(jnp.minimum(dot(x, w1), LIMIT)) * up * scale
-        return dot(t.astype(jnp.bfloat16), w2)
+        return _ffn(x, w, scale, dot)
 
     def item(i: Array, total: Array) -> Array:
         w = jax.tree.map(lambda m: m[plan.expert[i]], experts)
@@ -123,40 +133,79 @@ def xla_path(
     return (total + ffn(x, shared, 1.0)).astype(jnp.bfloat16)
 
 
-def problem(case: Case, impl: str, seed: int) -> Problem:
-    layout = case.layout
-    ids, weights = routings(case, seed)
-    x = jax.random.normal(jax.random.key(seed + 1), (case.rows, layout.hidden), jnp.bfloat16)
-    if impl == "pallas":
-        from pallas_kernels.moe_experts.kernel_sm90 import moe_experts_decode
+def _ffn(x: Array, w: ExpertWeights, scale: Array | float, dot: Callable) -> Array:
+    """dot(tokens, matrix [..., N, K]) -> f32 [T, N]."""
+    w1, w3, w2 = (dequantized(m, jnp.bfloat16) for m in (w.w1, w.w3, w.w2))
+    up = jnp.clip(dot(x, w3), -LIMIT, LIMIT)
+    t = jax.nn.silu(jnp.minimum(dot(x, w1), LIMIT)) * up * scale
+    return dot(t.astype(jnp.bfloat16), w2)
 
-        data = (_packed(layout, seed),)
-        run = partial(
-            moe_experts_decode,
-            experts=layout.local,
-            width=layout.width,
-            limit=LIMIT,
-            numerics=SERVING,
+
+def xla_tiles(
+    x: Array, ids: Array, weights: Array, experts: ExpertWeights, shared: ExpertWeights
+) -> Array:
+    """For many rows: a loop over runs of at most ``TILE`` rows of an expert, its weights
+    dequantised for each. ``lax.ragged_dot`` multiplies every row by every expert.
+    """
+    rows, d = x.shape
+    count, width = experts.w1.shape[:2]
+    s = Shape(rows, ids.shape[1], count, d, width, LIMIT, blocks=1)
+    plan = prefill_plan.make_plan(ids, weights, s)
+    expert, first, groups = plan.items[1:].reshape(3, -1)
+    row_at = jnp.pad(plan.rows, (0, TILE), constant_values=-1)
+    picked = jnp.pad(plan.weights, (0, TILE))
+    dot = partial(jnp.einsum, "tk,nk->tn", preferred_element_type=F32)
+
+    def item(i: Array, total: Array) -> Array:
+        w = jax.tree.map(lambda m: m[expert[i]], experts)
+        row, weight = (
+            jax.lax.dynamic_slice_in_dim(a, GROUP * first[i], TILE) for a in (row_at, picked)
         )
+        row = jnp.where(jnp.arange(TILE) < GROUP * groups[i], row, -1)
+        y = _ffn(x[jnp.maximum(row, 0)], w, weight[:, None], dot)
+        return total.at[jnp.where(row >= 0, row, rows)].add(y, mode="drop")
+
+    total = jax.lax.fori_loop(0, plan.items[0], item, jnp.zeros((rows, d), F32))
+    return (total + _ffn(x, shared, 1.0, dot)).astype(jnp.bfloat16)
+
+
+def problem(case: Case, impl: str, seed: int) -> Problem:
+    layout, prefill = case.layout, case.phase == "prefill"
+    ids, weights = routings(case, seed)
+    executions = {"pallas": 32 if case.rows == 1 else 16, "xla": 2}[impl]
+    if prefill:
+        executions = {"pallas": 4, "xla": 1}[impl]
+    keys = jax.random.split(jax.random.key(seed + 1), executions if prefill else 1)
+    xs = [jax.random.normal(key, (case.rows, layout.hidden), jnp.bfloat16) for key in keys]
+    if impl == "pallas":
+        from pallas_kernels.moe_experts import kernel_sm90 as kernels
+
+        shared = (_weights(layout, seed)[1],) * prefill
+        data = (_packed(layout, seed), *shared)
+        kernel = kernels.moe_experts_prefill if prefill else kernels.moe_experts_decode
+        sizes = {"experts": layout.local, "width": layout.width, "limit": LIMIT}
+        run = jax.jit(partial(kernel, numerics=SERVING, **sizes))  # traced once for all executions
     else:
-        data, run = _weights(layout, seed), xla_path
+        data, run = _weights(layout, seed), xla_tiles if prefill else xla_path
 
     def call(i: int, carry: Array, data: tuple) -> Array:
-        ids, weights, *rest = data
-        # Times zero: each execution waits for the one before it, on the same x.
-        y = run(x + 0 * carry, ids[i % ROUTINGS], weights[i % ROUTINGS], *rest)
-        return y
+        ids, weights, xs, *rest = data
+        ids, weights, x = (a[i % len(a)] for a in (ids, weights, xs))
+        # Times zero: each execution waits for the one before it. Few rows do so by x, so that XLA
+        # cannot share what depends on it alone; to add to many would cost time, so those differ.
+        if prefill:
+            return run(x, ids + (0 * carry[0, 0]).astype(jnp.int32), weights, *rest)
+        return run(x + 0 * carry, ids, weights, *rest)
 
     touched = np.mean([len(np.unique(one[one >= 0])) for one in ids])
     pairs = np.mean([(one >= 0).sum() for one in ids])
     matrix = 3 * layout.hidden * layout.width
     packed = touched * matrix / 2
-    nbytes = packed * (1 + 1 / 16) + matrix * (1 + 1 / 1024) + 4 * x.size
-    executions = {"pallas": 32 if case.rows == 1 else 16, "xla": 2}[impl]
+    nbytes = packed * (1 + 1 / 16) + matrix * (1 + 1 / 1024) + 4 * xs[0].size
     return Problem(
         call=call,
-        carry=jnp.zeros_like(x),
-        data=(jnp.asarray(ids), jnp.asarray(weights), *data),
+        carry=jnp.zeros_like(xs[0]),
+        data=(jnp.asarray(ids), jnp.asarray(weights), xs, *data),
         nbytes=float(nbytes),
         flops=float(2 * matrix * (pairs + case.rows)),
         executions=executions,

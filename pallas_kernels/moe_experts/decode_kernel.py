@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.moe_experts import decode_plan as dp
 from pallas_kernels.moe_experts import decode_ptx as ptx
 from pallas_kernels.moe_experts.decode_shape import Part, Shape
-from pallas_kernels.moe_experts.repack import TILE_BLOCKS, DecodeWeights
+from pallas_kernels.moe_experts.repack import TILE_BLOCKS, PackedExperts
 
 SMEM_BYTES = 226 * 1024
 STREAM_TOKENS, STREAM_WEIGHTS, FINISH = TILE_BLOCKS, TILE_BLOCKS + 1, TILE_BLOCKS + 2
@@ -218,7 +218,6 @@ class Kernel:
 
     def finish_up(self, refs: Refs, p: Part, item, tile, split) -> None:
         s, at = self.s, self.s.plan
-        groups = (s.down8 if p.shared else s.down).chunk.bk // 32
         unit = item * p.tiles + tile
         ticket = at.counters + s.arrivals + 1 + (s.tickets[0] if p.shared else 0) + unit
         workspace = refs.workspace[p.shared]
@@ -227,9 +226,6 @@ class Kernel:
             return (unit * TILE_BLOCKS + m) * (p.splits - 1)
 
         def activate(acc, m, row_block):
-            group = row_block % groups
-            base8 = row_block // groups * (4 * groups) + group // 2 * 8
-            half = jnp.where(group < groups // 2 * 2, group % 2, 2)
             weight_at, t_at = item * p.tokens + at.weights, item * (s.f * p.tokens)
             self.swiglu[p](
                 acc,
@@ -238,8 +234,7 @@ class Kernel:
                 refs.plan,
                 t_at,
                 weight_at,
-                base8,
-                half,
+                row_block * 4,
                 spilled(m),
             )
 
@@ -357,7 +352,7 @@ def launcher(s: Shape, phases: tuple[bool, bool], round_gates: bool) -> Callable
 
     def launch(*args):
         *args, w = args
-        assert isinstance(w, DecodeWeights)
+        assert isinstance(w, PackedExperts)
         results = call(*args, w.up, w.down, w.shared_up, w.shared_down)
         return results[2:4] if k.fused else results[:2]
 

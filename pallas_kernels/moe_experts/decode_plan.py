@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.moe_experts.order import permute, restore
 from pallas_kernels.quant import Fp8Rows
 
 TILE = 8  # tokens of a routed work item
@@ -115,34 +116,6 @@ def _plan_one(flat: Array, valid: Array, weights: Array) -> Plan:
     pairs = jnp.where(first, pair[:, None], -1)
     picked = jnp.where(first, picked[:, None], 0)
     return Plan(place.reshape(1), expert, pairs.reshape(-1), picked.reshape(-1))
-
-
-def permute(x: Array, bk: int) -> Array:
-    """Columns of x [..., K] in the order of the fragments of ``repack``."""
-    lead, k = x.shape[:-1], x.shape[-1]
-    full = bk // 64 * 64
-    c = x.reshape(*lead, k // bk, bk)
-    units = (
-        c[..., :full]
-        .reshape(*lead, k // bk, -1, 2, 32)
-        .swapaxes(-1, -2)
-        .reshape(*lead, k // bk, full)
-    )
-    return jnp.concatenate([units, c[..., full:]], axis=-1).reshape(*lead, k)
-
-
-def restore(x: Array, bk: int) -> Array:
-    """The inverse of ``permute``."""
-    lead, k = x.shape[:-1], x.shape[-1]
-    full = bk // 64 * 64
-    c = x.reshape(*lead, k // bk, bk)
-    units = (
-        c[..., :full]
-        .reshape(*lead, k // bk, -1, 32, 2)
-        .swapaxes(-1, -2)
-        .reshape(*lead, k // bk, full)
-    )
-    return jnp.concatenate([units, c[..., full:]], axis=-1).reshape(*lead, k)
 
 
 def image(x: Array, bk: int) -> Array:

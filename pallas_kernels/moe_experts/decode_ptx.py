@@ -284,22 +284,19 @@ def make_swiglu(
     """Store bf16 silu(min(g, limit)) * clip(u, +-limit) * weight where the down projection reads
     its tokens.
 
-    (acc, t, workspace, plan; scalars t_at, weight_at, base8, half, index): ``t_at`` counts bf16
-    elements, ``weight_at`` words of the plan, ``base8`` is the row of 8 columns where the block's
-    unit begins, ``half`` its half of the unit, or 2 for a unit of 32 columns, ``index`` the first
-    spilled K split.
+    (acc, t, workspace, plan; scalars t_at, weight_at, row8, index): ``t_at`` counts bf16 elements,
+    ``weight_at`` words of the plan, ``row8`` is the block's first row of 8 columns, ``index`` the
+    first spilled K split.
     """
     n = tokens // 2
-    t, ws, plan, t_at, weight_at, base8, half, index = (f"${1 + i}" for i in range(8))
+    t, ws, plan, t_at, weight_at, row8, index = (f"${1 + i}" for i in range(7))
     lines = [*_THREAD, *_values(n, "$0"), ".reg .f32 e, w; .reg .b16 h, zero; mov.b16 zero, 0;"]
     if splits > 1:
         lines += _add_splits(n, splits, ws, index)
     lines += [
-        ".reg .b32 row8, col, a; .reg .b64 pa, pv; .reg .pred tail;",
-        "shr.u32 a, gi, 2; mad.lo.u32 row8, wi, 2, a; and.b32 a, gi, 3;",
-        f"mad.lo.u32 col, a, 2, {half}; setp.eq.u32 tail, {half}, 2;",
-        f"@tail mov.u32 row8, wi; @tail mov.u32 col, gi; add.u32 row8, row8, {base8};",
-        f"mad.lo.u32 a, row8, {8 * tokens}, col; mad.lo.u32 a, qi, 16, a; add.u32 a, a, {t_at};",
+        ".reg .b32 a; .reg .b64 pa, pv;",
+        f"add.u32 a, wi, {row8}; mad.lo.u32 a, a, {8 * tokens}, gi; mad.lo.u32 a, qi, 16, a;",
+        f"add.u32 a, a, {t_at};",
         f"mul.wide.u32 pa, a, 2; add.s64 pa, pa, {t};",
         f"mad.lo.u32 a, qi, 2, {weight_at}; mul.wide.u32 pv, a, 4; add.s64 pv, pv, {plan};",
     ]
@@ -311,7 +308,7 @@ def make_swiglu(
             lines.append(
                 f"cvt.rn.bf16.f32 h, v{4 * j + i}; st.global.b16 [pa+{128 * j + 16 * i}], h;"
             )
-    return _epilogue(lines, 3, 5)
+    return _epilogue(lines, 3, 4)
 
 
 def make_scatter(tokens: int, splits: int, columns: int) -> Callable:

@@ -17,7 +17,7 @@ from pallas_kernels.moe_experts.repack import (
     SCALE_MASK,
     TILE_BLOCKS,
     Chunk,
-    DecodeWeights,
+    PackedExperts,
     chunk_columns,
 )
 
@@ -108,20 +108,15 @@ def _product(
 
 
 def _swiglu(
-    acc: np.ndarray, row_block: int, weights: np.ndarray, limit: float, groups: int, t: np.ndarray
+    acc: np.ndarray, row_block: int, weights: np.ndarray, limit: float, t: np.ndarray
 ) -> None:
     """The SwiGLU epilogue of one block [64, T] into the flat bf16 image ``t`` of its item."""
     tokens = acc.shape[1]
-    group = row_block % groups
-    base8 = row_block // groups * (4 * groups) + group // 2 * 8
-    tail = group >= groups // 2 * 2
     for w in range(4):
         for g in range(8):
             gate = np.minimum(acc[16 * w + g], limit)
             up = np.clip(acc[16 * w + g + 8], -limit, limit)
-            row8 = base8 + (w if tail else 2 * w + g // 4)
-            column = g if tail else 2 * (g % 4) + group % 2
-            at = row8 * 8 * tokens + 8 * np.arange(tokens) + column
+            at = (4 * row_block + w) * 8 * tokens + 8 * np.arange(tokens) + g
             t[at] = (gate / (1 + np.exp(-gate)) * up * weights).astype(ml_dtypes.bfloat16)
 
 
@@ -143,7 +138,7 @@ def _half(
                 block = tile * TILE_BLOCKS + m
                 if block < f // 32:
                     rows = acc[64 * m : 64 * m + 64]
-                    _swiglu(rows, block, weights[item], limit, cd.bk // 32, t)
+                    _swiglu(rows, block, weights[item], limit, t)
         image_t = t.view(np.int32).reshape(down_depth, -1)
         for tile in range(down_tiles):
             acc = _product(
@@ -159,7 +154,7 @@ def moe_experts_decode(
     x: Array,
     ids: Array,
     weights: Array,
-    packed: DecodeWeights,
+    packed: PackedExperts,
     *,
     experts: int,
     width: int,

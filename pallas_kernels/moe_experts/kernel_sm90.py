@@ -1,31 +1,42 @@
-"""Decode kernel of ``moe_experts`` on Hopper: FP4 experts streamed once, at memory bandwidth
-(ARCHITECTURE section 8).
+"""Kernels of ``moe_experts`` on Hopper, FP4 weights dequantised in registers (ARCHITECTURE section
+8).
 
-XLA builds a plan (which experts run on which rows) and the token images, one persistent launch does
-both projections of every touched expert and of the shared one (``decode_kernel``), XLA sums a row's
-experts.
+Decode: XLA builds a plan (which experts run on which rows) and the token images, one persistent
+launch does both projections of every touched expert and of the shared one (``decode_kernel``), XLA
+sums a row's experts. Prefill: XLA sorts the pairs by expert, one launch gathers the rows, one a
+projection multiplies (``prefill_kernel``); XLA runs the shared expert and sums.
 """
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.moe_experts import decode_plan as dp
+from pallas_kernels.moe_experts import prefill_kernel as pk
+from pallas_kernels.moe_experts import prefill_plan as pp
+from pallas_kernels.moe_experts import prefill_shape, ref
 from pallas_kernels.moe_experts.decode_kernel import launcher
-from pallas_kernels.moe_experts.decode_shape import Shape, Tuning, tuned
-from pallas_kernels.moe_experts.repack import TILE_BLOCKS, DecodeWeights
+from pallas_kernels.moe_experts.decode_shape import Part, Shape, Tuning, tuned
+from pallas_kernels.moe_experts.prefill_shape import Product
+from pallas_kernels.moe_experts.repack import TILE_BLOCKS, PackedExperts
+from pallas_kernels.moe_experts.weights import ExpertWeights
 from pallas_kernels.numerics import Numerics
+from pallas_kernels.quant import dequantized
 
 
 def moe_experts_decode(
     x: Array,
     ids: Array,
     weights: Array,
-    packed: DecodeWeights,
+    packed: PackedExperts,
     *,
     experts: int,
     width: int,
     limit: float,
     numerics: Numerics,
+    shared: bool = True,
     blocks: int = 132,
     tuning: Tuning | None = None,
 ) -> Array:
@@ -35,28 +46,28 @@ def moe_experts_decode(
     expert), weights f32 [R, k]; ``experts`` E and ``width`` F of the packed stack, ``blocks`` the
     GPU's multiprocessors. Returns bf16 [R, D]. Rows that reach no expert may hold NaN and change no
     other row. A row's result has the same bits whatever the other rows, within up to 8 rows and
-    above, as long as ``tuning`` is the same.
+    above, as long as ``tuning`` is the same. Without ``shared`` the shared expert adds nothing; its
+    weights are read all the same.
 
     Serving numerics round SwiGLU outputs to bf16 and nothing else. Reference numerics round
     activations, gates and expert outputs as the reference does, in two launches. float32 numerics:
     ``ValueError``.
     """
     rows, d = x.shape
-    if x.dtype != jnp.bfloat16 or numerics.dtype != jnp.bfloat16:
-        raise ValueError(f"{x.dtype=} and {numerics.name=} must be of bfloat16")
-    if ids.shape != weights.shape or ids.shape[0] != rows:
-        raise ValueError(f"{ids.shape=} and {weights.shape=} must be [{rows}, k]")
+    _check_arguments(x, ids, weights, numerics)
     if rows == 0:
         return x
     tuning = tuning or tuned(rows, experts, width)
     s = Shape(rows, ids.shape[1], experts, d, width, limit, blocks, tuning)
-    _check_weights(s, packed)
+    parts = {"up": s.up, "down": s.down, "shared_up": s.up8, "shared_down": s.down8}
+    _check_weights(packed, experts, parts)
     plan = dp.make_plan(ids, weights, experts)
     rounded = numerics.round_activations
     if rounded:
         x = dp.round_activations(x)
     routed_x = dp.image(dp.token_tiles(x, plan, s.k), s.up.chunk.bk)
-    shared_x = dp.image(dp.shared_tiles(x, s.shared_tokens), s.up8.chunk.bk)
+    shared_x = dp.shared_tiles(x if shared else jnp.zeros_like(x), s.shared_tokens)
+    shared_x = dp.image(shared_x, s.up8.chunk.bk)
     args = s.plan.flatten(plan, rows), routed_x, shared_x
     if rounded:
         t = launcher(s, (True, False), True)(*args, packed)
@@ -66,16 +77,20 @@ def moe_experts_decode(
     return dp.combine(y, shared_y, ids, experts, rounded)
 
 
-def _check_weights(s: Shape, packed: DecodeWeights) -> None:
-    parts = {"up": s.up, "down": s.down, "shared_up": s.up8, "shared_down": s.down8}
+def _check_arguments(x: Array, ids: Array, weights: Array, numerics: Numerics) -> None:
+    if x.dtype != jnp.bfloat16 or numerics.dtype != jnp.bfloat16:
+        raise ValueError(f"{x.dtype=} and {numerics.name=} must be of bfloat16")
+    if ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+        raise ValueError(f"{ids.shape=} and {weights.shape=} must be [{x.shape[0]}, k]")
+
+
+def _check_weights(packed: PackedExperts, experts: int, parts: dict[str, Part | Product]) -> None:
     for name, part in parts.items():
-        stack = 1 if part.shared else s.experts
+        stack = 1 if name.startswith("shared") else experts
         want = (stack * part.tiles * part.depth, TILE_BLOCKS * part.chunk.rows, 64)
         shape = getattr(packed, name).shape
         if shape != want:
-            raise ValueError(
-                f"packed {name} {shape=} must be {want} for {s.experts=}, {s.d=}, {s.f=}"
-            )
+            raise ValueError(f"packed {name} {shape=} must be {want} for {experts=} of these sizes")
 
 
 def _round_t(s: Shape, *images: Array) -> list[Array]:
@@ -85,3 +100,58 @@ def _round_t(s: Shape, *images: Array) -> list[Array]:
         t = dp.from_image(words, part.chunk.bk, part.tokens, s.f)
         out.append(dp.image(dp.round_activations(t), part.chunk.bk))
     return out
+
+
+def moe_experts_prefill(
+    x: Array,
+    ids: Array,
+    weights: Array,
+    packed: PackedExperts,
+    shared: ExpertWeights | None,
+    *,
+    experts: int,
+    width: int,
+    limit: float,
+    numerics: Numerics,
+    blocks: int = 132,
+) -> Array:
+    """As ``moe_experts_decode``, for many rows; ``shared`` is the shared expert as released, or
+    None: it adds nothing then.
+
+    Any number of rows may reach one expert, experts that none reaches cost nothing. Expert outputs
+    are rounded to bf16. A row's result has the same bits whatever the other rows.
+    """
+    rows, d = x.shape
+    _check_arguments(x, ids, weights, numerics)
+    if rows == 0:
+        return x
+    s = prefill_shape.Shape(rows, ids.shape[1], experts, d, width, limit, blocks)
+    _check_weights(packed, experts, {"up": s.product(down=False), "down": s.product(down=True)})
+    plan = pp.make_plan(ids, weights, s)
+    rounded = numerics.round_activations
+    routed = dp.round_activations(x) if rounded else x
+    tokens = pk.gather(routed, plan.rows, s)
+    t = pk.product(s, False, rounded)(plan.items, tokens, packed.up, plan.weights)
+    if rounded:
+        t = _round_image(s, t)
+    y = pk.product(s, True, rounded)(plan.items, t, packed.down)
+    if shared is None:
+        return pp.combine(y, jnp.zeros_like(x), plan.places)
+    return pp.combine(y, shared_expert(x, shared, limit=limit, numerics=numerics), plan.places)
+
+
+def shared_expert(x: Array, w: ExpertWeights, *, limit: float, numerics: Numerics) -> Array:
+    """What the shared expert gives rows x bf16 [R, D], in XLA."""
+    if numerics.round_activations:
+        return ref.expert(x, w, None, limit=limit, numerics=numerics)
+    w1, w3, w2 = (dequantized(m, jnp.bfloat16) for m in (w.w1, w.w3, w.w2))
+    dot = partial(jnp.einsum, "tk,nk->tn", preferred_element_type=jnp.float32)
+    up = jnp.clip(dot(x, w3), -limit, limit)
+    t = (jax.nn.silu(jnp.minimum(dot(x, w1), limit)) * up).astype(jnp.bfloat16)
+    return jnp.einsum("tk,nk->tn", t, w2)
+
+
+def _round_image(s: prefill_shape.Shape, words: Array) -> Array:
+    bk = s.product(down=True).chunk.bk
+    t = pp.from_image(words, bk, s.groups, s.f)
+    return pp.image(dp.round_activations(t), bk)

@@ -4,18 +4,103 @@ steps 4 and 5).
 
 from collections.abc import Callable
 
+import jax
+import numpy as np
+from jax import Array
+
 from pallas_kernels.dispatch import choose
 from pallas_kernels.moe_experts import ref
+from pallas_kernels.moe_experts.repack import PackedExperts, packed_count
+from pallas_kernels.moe_experts.weights import ExpertWeights
+from pallas_kernels.numerics import Numerics
+
+DECODE_ROWS = 128  # more rows run the prefill kernel
 
 
 def build(kernels: str) -> Callable:
     """moe_experts(x [R, D], ids int32 [R, k], weights f32 [R, k], experts, shared, *, limit,
     numerics) -> [R, D].
 
-    experts: ``ExpertWeights`` stacked [E, ...] (``Fp4Rows``), shared: one ``ExpertWeights``
-    (``Fp8Blocks``); either may be plain arrays. gate and up are clamped (up on both sides, gate
-    above), the routing weight multiplies before w2, expert outputs are rounded to
-    ``numerics.dtype`` and summed in float32, the shared expert is added unweighted. An id of -1
-    reaches no expert; such a row gets the shared expert alone.
+    experts: ``ExpertWeights`` stacked [E, ...] (``Fp4Rows``) or, for the Mosaic kernels, what
+    ``repack.pack`` makes of them; shared: one ``ExpertWeights`` (``Fp8Blocks``), of width 0 where
+    it shall add nothing. Unpacked ones may be plain arrays. gate and up are clamped (up on both
+    sides, gate above), the routing weight multiplies before w2, expert outputs are rounded to
+    ``numerics.dtype`` (not those of up to 128 rows in serving numerics on Mosaic) and summed in
+    float32, the shared expert is added unweighted. An id of -1 reaches no expert; such a row gets
+    the shared expert alone. The valid ids of a row must differ. With ``jax_enable_checks`` an id
+    that is neither -1 nor below E raises ``ValueError``.
+
+    ``auto`` on an sm_90 GPU runs packed weights through Mosaic and others through the reference; a
+    kind asked for by name raises ``ValueError`` on weights that are not its own.
     """
-    return choose("moe_experts", kernels, {"reference": ref.moe_experts})
+    run = choose("moe_experts", kernels, {"reference": _reference, "mosaic": _mosaic})
+    by_weights = kernels == "auto" and run is _mosaic
+
+    def moe_experts(
+        x: Array,
+        ids: Array,
+        weights: Array,
+        experts: ExpertWeights | PackedExperts,
+        shared: ExpertWeights,
+        *,
+        limit: float,
+        numerics: Numerics,
+    ) -> Array:
+        packed = isinstance(experts, PackedExperts)
+        if jax.config.jax_enable_checks:
+            jax.debug.callback(_check_ids, ids, _count(experts, x.shape[-1]))
+        chosen = _reference if by_weights and not packed else run
+        return chosen(x, ids, weights, experts, shared, limit=limit, numerics=numerics)
+
+    return moe_experts
+
+
+def _count(experts: ExpertWeights | PackedExperts, d: int) -> int:
+    packed = isinstance(experts, PackedExperts)
+    return packed_count(experts, d) if packed else experts.w1.shape[0]
+
+
+def _check_ids(ids: np.ndarray, count: int) -> None:
+    wrong = ids[(ids < -1) | (ids >= count)]
+    if wrong.size:
+        raise ValueError(f"expert id {wrong[0]} must be -1 or in 0..{count - 1}")
+
+
+def _reference(
+    x: Array,
+    ids: Array,
+    weights: Array,
+    experts: ExpertWeights,
+    shared: ExpertWeights,
+    *,
+    limit: float,
+    numerics: Numerics,
+) -> Array:
+    if not isinstance(experts, ExpertWeights):
+        raise ValueError(f"{type(experts).__name__} of 'reference' moe_experts must be unpacked")
+    return ref.moe_experts(x, ids, weights, experts, shared, limit=limit, numerics=numerics)
+
+
+def _mosaic(
+    x: Array,
+    ids: Array,
+    weights: Array,
+    experts: PackedExperts,
+    shared: ExpertWeights,
+    *,
+    limit: float,
+    numerics: Numerics,
+) -> Array:
+    from pallas_kernels.moe_experts import kernel_sm90
+
+    if not isinstance(experts, PackedExperts):
+        raise ValueError(f"{type(experts).__name__} of 'mosaic' moe_experts must be packed")
+    count, present = packed_count(experts, x.shape[-1]), shared.w1.shape[0] > 0
+    if count == 0:
+        return kernel_sm90.shared_expert(x, shared, limit=limit, numerics=numerics)
+    options = {"experts": count, "width": experts.width, "limit": limit, "numerics": numerics}
+    if x.shape[0] <= DECODE_ROWS:
+        return kernel_sm90.moe_experts_decode(x, ids, weights, experts, shared=present, **options)
+    return kernel_sm90.moe_experts_prefill(
+        x, ids, weights, experts, shared if present else None, **options
+    )

@@ -7,7 +7,7 @@ turn it into pairs of bf16 codes (``FP4``, ``FP8``); inside a unit the low lane 
 columns 0-31 and the high lane from columns 32-63, so one packed multiply applies both scales.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.moe_experts.order import permute, restore
 from pallas_kernels.moe_experts.weights import ExpertWeights
 from pallas_kernels.quant import Fp4Rows, Fp8Blocks
 from pallas_kernels.quant.rounding import nibbles_pack, nibbles_unpack
@@ -218,14 +219,14 @@ def pack_matrix(codes: Array, scales: Array, chunk: Chunk) -> Array:
 
 def _pack_scales(scales: Array, chunk: Chunk) -> Array:
     """[b, w, h, g, kb, groups] to words [b, kb, (w, g, h, word)]."""
-    field = scales.astype(jnp.uint32) + chunk.encoding.bias
+    exponent = scales.astype(jnp.uint32) + chunk.encoding.bias
     if chunk.tail:
-        field = jnp.concatenate([field, field[..., -1:]], axis=-1)
-    pad = 4 * chunk.scale_words - field.shape[-1]
-    field = jnp.pad(field, [(0, 0)] * 5 + [(0, pad)]).reshape(
-        *field.shape[:-1], chunk.scale_words, 2, 2
+        exponent = jnp.concatenate([exponent, exponent[..., -1:]], axis=-1)
+    pad = 4 * chunk.scale_words - exponent.shape[-1]
+    exponent = jnp.pad(exponent, [(0, 0)] * 5 + [(0, pad)]).reshape(
+        *exponent.shape[:-1], chunk.scale_words, 2, 2
     )
-    unit = field[..., 0] << 7 | field[..., 1] << 23
+    unit = exponent[..., 0] << 7 | exponent[..., 1] << 23
     word = unit[..., 0] | rotl(unit[..., 1], 24)
     return word.transpose(0, 4, 1, 3, 2, 5).reshape(word.shape[0], word.shape[4], -1)
 
@@ -256,8 +257,8 @@ def unpack_matrix(packed: Array, chunk: Chunk, n: int, k: int) -> tuple[Array, A
     codes = jnp.concatenate(columns, axis=-1).reshape(n, k)
     s = words[..., at:].reshape(blocks, kb, 4, 8, 2, chunk.scale_words).transpose(0, 2, 4, 3, 1, 5)
     units = jnp.stack([s, rotl(s, 8)], axis=-1) & jnp.uint32(SCALE_MASK)
-    field = jnp.stack([units >> 7 & 255, units >> 23], axis=-1).reshape(*s.shape[:-1], -1)
-    scales = field[..., : chunk.bk // 32] - chunk.encoding.bias
+    exponent = jnp.stack([units >> 7 & 255, units >> 23], axis=-1).reshape(*s.shape[:-1], -1)
+    scales = exponent[..., : chunk.bk // 32] - chunk.encoding.bias
     return codes, scales.reshape(n, k // 32).astype(jnp.uint8)
 
 
@@ -271,26 +272,45 @@ def chunk_columns(k: int) -> tuple[int, int]:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class DecodeWeights:
+class PackedExperts:
     """A layer's routed and shared experts, repacked. ``up`` rows alternate w1 and w3 in runs of
-    eight.
+    eight, in the fragment order of ``down``'s columns.
     """
 
     up: Array  # int32 [E * tiles * D/bk, TILE_BLOCKS * rows, 64]
     down: Array  # int32 [E * tiles * F/bk, TILE_BLOCKS * rows, 64]
     shared_up: Array
     shared_down: Array
+    width: int = field(metadata={"static": True})  # columns F of an expert
 
 
-def _interleave(w1: Array, w3: Array) -> Array:
-    """Rows of w1 and w3 [F, ...] to [2F, ...]: eight of w1, the same eight of w3."""
+def packed_count(packed: PackedExperts, d: int) -> int:
+    """How many experts of hidden size D are packed; ``ValueError`` if D does not fit."""
+    tiles = -(-(2 * packed.width) // (64 * TILE_BLOCKS))
+    chunks, an_expert = packed.up.shape[0], tiles * (d // chunk_columns(d)[0])
+    if chunks % an_expert:
+        raise ValueError(f"{chunks=} of packed experts must be a multiple of {an_expert} for {d=}")
+    return chunks // an_expert
+
+
+def _interleave(w1: Array, w3: Array, bk: int) -> Array:
+    """Rows of w1 and w3 [F, ...] to [2F, ...]: eight of w1, the same eight of w3; rows in the order
+    in which the down projection, in chunks of ``bk`` columns, reads their outputs.
+    """
     f = w1.shape[0]
-    pair = jnp.stack([w1.reshape(f // 8, 8, -1), w3.reshape(f // 8, 8, -1)], axis=1)
+    pair = jnp.stack([permute(w.T, bk).T.reshape(f // 8, 8, -1) for w in (w1, w3)], axis=1)
     return pair.reshape(2 * f, -1)
 
 
+def _separate(rows: Array, bk: int) -> tuple[Array, Array]:
+    """The inverse of ``_interleave``."""
+    f = rows.shape[0] // 2
+    pair = rows.reshape(f // 8, 2, 8, -1).swapaxes(0, 1).reshape(2, f, -1)
+    return restore(pair[0].T, bk).T, restore(pair[1].T, bk).T
+
+
 def _pack_expert(w1: Coded, w3: Coded, w2: Coded, up: Chunk, down: Chunk) -> tuple[Array, Array]:
-    codes, scales = (_interleave(a, b) for a, b in zip(w1, w3, strict=True))
+    codes, scales = (_interleave(a, b, down.bk) for a, b in zip(w1, w3, strict=True))
     return pack_matrix(codes, scales, up), pack_matrix(w2[0], w2[1], down)
 
 
@@ -314,13 +334,15 @@ def _pack_shared(shared: ExpertWeights, up: Chunk, down: Chunk) -> tuple[Array, 
     return _pack_expert(rows(shared.w1), rows(shared.w3), rows(shared.w2), up, down)
 
 
-def pack(experts: ExpertWeights, shared: ExpertWeights) -> DecodeWeights:
+def pack(experts: ExpertWeights, shared: ExpertWeights) -> PackedExperts:
     """Repack a layer: experts ``Fp4Rows`` [E, F, D] and [E, D, F], shared ``Fp8Blocks`` [F, D] and
     [D, F].
 
     ``ValueError`` if D is no multiple of 256, F none of 256 or 288, a scale group has other than 32
     columns, or a scale exceeds 2 (FP4) or 128 (FP8): the kernel folds 2^126 (2^120) into it.
     """
+    if why := misfit(experts, shared):
+        raise ValueError(why)
     for encoding, weights in ((FP4, experts), (FP8, shared)):
         for name in ("w1", "w3", "w2"):
             top = int(jnp.max(getattr(weights, name).scales))
@@ -331,40 +353,44 @@ def pack(experts: ExpertWeights, shared: ExpertWeights) -> DecodeWeights:
     return pack_unchecked(experts, shared)
 
 
-def pack_unchecked(experts: ExpertWeights, shared: ExpertWeights) -> DecodeWeights:
-    """``pack`` without a look at the scales' values, for tracing."""
-    _, f, d = experts.w1.shape
-    if d % 256:
-        raise ValueError(f"hidden size {d=} must be a multiple of 256")
+def misfit(experts: ExpertWeights, shared: ExpertWeights) -> str:
+    """Why ``pack`` refuses weights whatever their scales; empty if it does not."""
     for kind, weights in ((Fp4Rows, experts), (Fp8Blocks, shared)):
         for name in ("w1", "w3", "w2"):
             m = getattr(weights, name)
             if not isinstance(m, kind) or m.scales.shape[-1] * 32 != m.shape[-1]:
-                raise ValueError(f"{name} must be {kind.__name__} with scales for 32 columns")
+                return f"{name} must be {kind.__name__} with scales for 32 columns"
+    f, d = experts.w1.shape[-2:]
+    if d % 256:
+        return f"hidden size {d=} must be a multiple of 256"
+    return "" if f % 256 == 0 or f % 288 == 0 else f"width {f=} must be a multiple of 256 or 288"
+
+
+def pack_unchecked(experts: ExpertWeights, shared: ExpertWeights) -> PackedExperts:
+    """``pack`` without a look at sizes and scales, for tracing."""
+    f, d = experts.w1.shape[-2:]
     (d4, d8), (f4, f8) = chunk_columns(d), chunk_columns(f)
     up, down = _pack_routed(experts, Chunk(FP4, d4), Chunk(FP4, f4))
     shared_up, shared_down = _pack_shared(shared, Chunk(FP8, d8), Chunk(FP8, f8))
-    return DecodeWeights(up, down, shared_up, shared_down)
+    return PackedExperts(up, down, shared_up, shared_down, f)
 
 
-def unpack(packed: DecodeWeights, e: int, f: int, d: int) -> tuple[ExpertWeights, ExpertWeights]:
+def unpack(packed: PackedExperts, e: int, f: int, d: int) -> tuple[ExpertWeights, ExpertWeights]:
     """The inverse of ``pack``, bit for bit."""
     (d4, d8), (f4, f8) = chunk_columns(d), chunk_columns(f)
 
-    def split(codes: Array, scales: Array) -> tuple[Coded, Coded]:
-        c, s = (
-            m.reshape(f // 8, 2, 8, -1).swapaxes(0, 1).reshape(2, f, -1) for m in (codes, scales)
-        )
-        return (c[0], s[0]), (c[1], s[1])
+    def split(codes: Array, scales: Array, bk: int) -> tuple[Coded, Coded]:
+        (c1, c3), (s1, s3) = _separate(codes, bk), _separate(scales, bk)
+        return (c1, s1), (c3, s3)
 
     def one(up: Array, down: Array) -> ExpertWeights:
-        w1, w3 = split(*unpack_matrix(up, Chunk(FP4, d4), 2 * f, d))
+        w1, w3 = split(*unpack_matrix(up, Chunk(FP4, d4), 2 * f, d), f4)
         w2 = unpack_matrix(down, Chunk(FP4, f4), d, f)
         return ExpertWeights(*(Fp4Rows(nibbles_pack(c), s) for c, s in (w1, w3, w2)))
 
     stacked = [m.reshape(e, -1, *m.shape[1:]) for m in (packed.up, packed.down)]
     experts = jax.lax.map(lambda m: one(*m), tuple(stacked))
-    w1, w3 = split(*unpack_matrix(packed.shared_up, Chunk(FP8, d8), 2 * f, d))
+    w1, w3 = split(*unpack_matrix(packed.shared_up, Chunk(FP8, d8), 2 * f, d), f8)
     w2 = unpack_matrix(packed.shared_down, Chunk(FP8, f8), d, f)
     fp8 = [
         Fp8Blocks(jax.lax.bitcast_convert_type(c, jnp.float8_e4m3fn), s[::32])

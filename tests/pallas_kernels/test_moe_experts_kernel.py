@@ -133,9 +133,12 @@ def test_host_emulation_equals_the_reference(shape, rows):
 
 def test_refused_weights_name_the_value():
     routed, shared = cases.random_weights(jax.random.key(0), 1, 256, 256)
+    assert isinstance(routed.w1, Fp4Rows)
     huge = Fp4Rows(routed.w1.codes, jnp.full_like(routed.w1.scales, 129))
     with pytest.raises(ValueError, match=r"w1 scale byte 129 must be at most 128"):
         repack.pack(ExpertWeights(huge, routed.w3, routed.w2), shared)
     routed, shared = cases.random_weights(jax.random.key(0), 1, 64, 256)
-    with pytest.raises(ValueError, match=r"columns k=64 must be a multiple of 256 or 288"):
+    with pytest.raises(ValueError, match=r"width f=64 must be a multiple of 256 or 288"):
         repack.pack(routed, shared)
+    with pytest.raises(ValueError, match=r"w1 must be Fp4Rows with scales for 32 columns"):
+        repack.pack(shared, shared)
