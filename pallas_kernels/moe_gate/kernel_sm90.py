@@ -33,7 +33,7 @@ TILING = (
     plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
 )
 RING = plgpu.RefType(TILING)
-TUNED = Path(__file__).parent / "tuned_h200.json"
+TUNED = Path(__file__).parents[1] / "tuned" / "nvidia-h200.json"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def tuned(rows: int, experts: int, d: int) -> Tuning:
     """The measured setting of the smallest bucket that holds ``rows``, else of the largest; fewer
     splits where they do not divide the steps of K.
     """
-    entries = [e for e in json.loads(TUNED.read_text()) if e["experts"] == experts]
+    entries = [e for e in json.loads(TUNED.read_text())["moe_gate"] if e["experts"] == experts]
     entries.sort(key=lambda e: e["rows"])
     by_rows = [(e["rows"], Tuning(e["tile"], e["splits"])) for e in entries]
     if not by_rows:
