@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from jax import Array
+
 from pallas_kernels.dispatch import choose
 from pallas_kernels.index_scores import ref
 
@@ -15,5 +17,16 @@ def build(kernels: str) -> Callable:
     dots, products and sum are each rounded to bf16. -inf at entries >= visible int32 [B, T] and, if
     ``candidates`` int32 [B, T, C] (block ids, -1 = none) is given, outside those blocks of
     ``block_size`` entries. Bytes of entries nobody sees never matter.
+
+    ``mosaic`` has bf16 numerics, 32 heads of 128, pages of a power of two of at least 8 entries and
+    candidate blocks of 8 (else ``ValueError``); ``auto`` does not take it.
     """
-    return choose("index_scores", kernels, {"reference": ref.index_scores})
+    if kernels == "auto":
+        kernels = "reference"  # until the kernel has run on a GPU
+    return choose("index_scores", kernels, {"reference": ref.index_scores, "mosaic": _mosaic})
+
+
+def _mosaic(*args, **options) -> Array:
+    from pallas_kernels.index_scores import kernel_sm90
+
+    return kernel_sm90.index_scores(*args, **options)

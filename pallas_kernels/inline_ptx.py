@@ -1,0 +1,41 @@
+"""Kernels whose body is one block of PTX: its operands are addresses and 32-bit integers."""
+
+from collections.abc import Callable, Sequence
+
+from jax.experimental.mosaic.gpu import utils as mu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+SCALAR = plgpu.Layout.WG_SPLAT
+BARRIER = 8  # a named barrier that the lowering does not use
+
+
+def address(ref: ir.Value, bits: int) -> ir.Value:
+    return llvm.ptrtoint(ir.IntegerType.get_signless(bits), mu.memref_ptr(ref))
+
+
+def block(lines: Sequence[str], *, gmem: int, smem: int, scalars: int) -> Callable:
+    """A function of ``gmem`` GMEM references, ``smem`` SMEM references and int32 ``scalars`` that
+    runs ``lines``; the operands are ``$0``, ``$1`` ... in this order (64, 32 and 32 bits).
+    """
+    ptx = "{\n" + "\n".join(lines) + "\n}"
+    constraints = ",".join(["l"] * gmem + ["r"] * (smem + scalars))
+
+    @plgpu.inline_mgpu(
+        arg_types=(*[plgpu.RefType()] * (gmem + smem), *[SCALAR] * scalars), return_type=()
+    )
+    def run(ctx, *args):
+        operands = [address(ref, 64) for ref in args[:gmem]]
+        operands += [address(ref, 32) for ref in args[gmem : gmem + smem]]
+        operands += [value.registers.item() for value in args[gmem + smem :]]
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            operands,
+            ptx,
+            constraints,
+            asm_dialect=0,
+            has_side_effects=True,
+        )
+
+    return run
