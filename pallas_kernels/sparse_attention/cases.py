@@ -1,6 +1,22 @@
-"""Shapes of ``sparse_attention``."""
+"""Cases of ``sparse_attention``: shapes shared by tests and ``pallas_kernels.bench``."""
 
 from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.bench import Problem
+from pallas_kernels.numerics import SERVING
+from pallas_kernels.paging import take_entries
+from pallas_kernels.quant.storage import LatentRows, WindowRows, words_of
+from pallas_kernels.rotate import rotate
+
+COLD_BYTES = 200_000_000  # rows taken in turn, several times the L2
+LATENT_BYTES, WINDOW_BYTES = 288, 528
+TILE = 512  # query rows that the XLA path attends at a time
+F32 = jnp.float32
 
 
 @dataclass(frozen=True)
@@ -28,9 +44,11 @@ class Case:
 
 CASES = (
     *(Case(requests, 1, 4096, selected) for requests in (1, 8, 32, 128) for selected in (0, 512)),
+    Case(1, 6, 4096),
+    Case(32, 6, 4096),
     Case(1, 128, 4096),
     Case(1, 2048, 4096),
-    Case(32, 6, 4096),
+    Case(1, 8192, 4096),
 )
 _small = {"window": 16, "heads": 4, "width": 32, "rope": 16, "page": 8}
 CORNERS = (
@@ -43,3 +61,122 @@ CORNERS = (
     Case(1, 2, 100, 49, 49, **_small),
     Case(1, 2, 300, 130, 70, **_small),
 )
+
+
+@partial(jax.jit, static_argnums=(1,))
+def _pool(key: Array, rows: int) -> Array:
+    """Random latents, int32 [rows, 72]: random codes, scales near 2^-3."""
+    a, b = jax.random.split(key)
+    codes = jax.random.bits(a, (rows, 256), jnp.uint8)
+    scales = jax.random.randint(b, (rows, 32), 0x18, 0x28).astype(jnp.uint8)
+    return words_of(jnp.concatenate([codes, scales], axis=1))
+
+
+@partial(jax.jit, static_argnums=(1,))
+def _window(key: Array, lead: tuple[int, ...]) -> Array:
+    return WindowRows.encode(jax.random.normal(key, (*lead, 512), F32)).words
+
+
+def inputs(case: Case, seed: int) -> tuple:
+    """The arguments of the op up to its sink; of window, pool table and selection several sets over
+    different rows, as tuples.
+    """
+    b, t, size = case.requests, case.rows, case.window
+    entries = case.start + t if case.selected else 0
+    pages = max(1, -(-entries // case.page))
+    cold = b * (case.selected * t * LATENT_BYTES + (size - 1 + t) * WINDOW_BYTES)
+    sets = max(1, min(16, -(-COLD_BYTES // cold)))
+    keys = jax.random.split(jax.random.key(seed), 5)
+    position = jnp.broadcast_to(case.start + jnp.arange(t, dtype=jnp.int32), (b, t))
+    angle = position[..., None] * 160000.0 ** (-jnp.arange(0, case.rope, 2) / case.rope)
+    q = jax.random.normal(keys[0], (b, t, case.heads, case.width), jnp.bfloat16)
+    stored = b, size - 1 + t
+    windows = tuple(WindowRows(_window(k, stored)) for k in jax.random.split(keys[1], sets))
+    pool, tables, chosen = None, (jnp.zeros((b, 1), jnp.int32),), (None,)
+    if case.selected:
+        pool_pages = b * pages * sets
+        words = _pool(keys[2], pool_pages * case.page).reshape(pool_pages, case.page, -1)
+        pool = LatentRows(words)
+        order = jax.random.permutation(keys[3], pool_pages).astype(jnp.int32)
+        tables = tuple(order.reshape(sets, b, pages))
+        among = jax.random.uniform(keys[4], (b, t, case.start)).argsort(-1)
+        picks = jnp.sort(among[..., : case.chosen]).astype(jnp.int32)
+        missing = ((0, 0), (0, 0), (0, case.selected - case.chosen))
+        chosen = (jnp.pad(picks, missing, constant_values=-1),)
+    return (
+        q, jnp.cos(angle), jnp.sin(angle), windows, jnp.ones(stored, bool), position,
+        jnp.zeros(b, jnp.int32), pool, tables, chosen[0], jnp.zeros(case.heads, F32),
+    )  # fmt: skip
+
+
+def xla_path(
+    q: Array, cos: Array, sin: Array, window: WindowRows, written: Array, position: Array,
+    floor: Array, pool: LatentRows | None, table: Array, selected: Array | None, sink: Array,
+    *, window_size: int,
+) -> Array:  # fmt: skip
+    """Plain XLA in bf16: rows gathered and dequantised, at most ``TILE`` query rows at a time."""
+    b, t, h, k = q.shape
+    q = rotate(q, cos[:, :, None], sin[:, :, None])
+    step = min(t, TILE)
+    decoded = window.decode(jnp.bfloat16)
+
+    def tile(at: Array) -> Array:
+        part = partial(jax.lax.dynamic_slice_in_dim, start_index=at, slice_size=step, axis=1)
+        p = part(position)
+        low = jnp.maximum(p - (window_size - 1), floor[:, None])
+        column = jnp.arange(window_size) + low[..., None]
+        index = jnp.clip(column - position[:, :1, None] + window_size - 1, 0, decoded.shape[1] - 1)
+        batch = jnp.arange(b)[:, None, None]
+        kv, valid = [decoded[batch, index]], [(column <= p[..., None]) & written[batch, index]]
+        if pool is not None and selected is not None:
+            picks = part(selected)
+            rows = take_entries(pool, table, jnp.maximum(picks, 0))
+            kv.append(rows.decode(jnp.bfloat16))
+            valid.append(picks >= 0)
+        rows, seen = jnp.concatenate(kv, axis=2), jnp.concatenate(valid, axis=2)
+        scores = jnp.einsum("bthk,btlk->bthl", part(q), rows, preferred_element_type=F32)
+        scores = jnp.where(seen[:, :, None], scores * k**-0.5, -jnp.inf)
+        top = jnp.maximum(jnp.max(scores, axis=-1), sink)
+        weights = jnp.exp(scores - top[..., None])
+        total = jnp.sum(weights, axis=-1) + jnp.exp(sink - top)
+        out = jnp.einsum(
+            "bthl,btlk->bthk", weights.astype(jnp.bfloat16), rows, preferred_element_type=F32
+        )
+        return (out / total[..., None]).astype(jnp.bfloat16)
+
+    parts = jax.lax.map(tile, jnp.arange(0, t, step))
+    out = jnp.moveaxis(parts, 0, 1).reshape(b, t, h, k)
+    return rotate(out, cos[:, :, None], sin[:, :, None], inverse=True)
+
+
+def problem(case: Case, impl: str, seed: int) -> Problem:
+    if impl == "pallas":
+        from pallas_kernels.sparse_attention import kernel_sm90
+
+        run = partial(kernel_sm90.sparse_attention, window_size=case.window, numerics=SERVING)
+    else:
+        run = partial(xla_path, window_size=case.window)
+
+    def call(i: int, carry: Array, data: tuple) -> Array:
+        q, cos, sin, windows, written, position, floor, pool, tables, selected, sink = data
+        # An output is no infinity: each execution waits for the one before it.
+        floor = floor + (carry[0, 0, 0, 0] == jnp.inf)
+        return run(
+            q, cos, sin, windows[i % len(windows)], written, position, floor, pool,
+            tables[i % len(tables)], selected, sink,
+        )  # fmt: skip
+
+    data = inputs(case, seed)
+    rows = case.requests * case.rows
+    touched = case.start * (1 - (1 - case.chosen / case.start) ** case.rows) if case.selected else 0
+    stored = touched * LATENT_BYTES + (case.window - 1 + case.rows) * WINDOW_BYTES
+    slots = case.window + (case.chosen if case.selected else 0)
+    many = rows > 1024
+    return Problem(
+        call=call,
+        carry=jnp.zeros_like(data[0]),
+        data=data,
+        nbytes=float(case.requests * stored + 4 * data[0].size),
+        flops=4.0 * rows * case.heads * case.width * slots,
+        executions={"pallas": 4 if many else 32, "xla": 1 if many else 4}[impl],
+    )

@@ -1,0 +1,312 @@
+"""The attention kernel of ``kernel_sm90`` as PTX: queries, products, softmax, output.
+
+Two warpgroups hold 256 of the 512 output dims each, for all heads; both compute every score, so
+that they share nothing but the rows. Probabilities go from score registers to operand registers.
+A maximum moves only when scores exceed it by more than 2^8: a rescaling is rare and exact.
+"""
+
+import math
+
+from pallas_kernels.sparse_attention.attend_shape import (
+    BARRIER_ALL,
+    BARRIER_CONSUMERS,
+    CONSUMERS,
+    CONSUMING_REGISTERS,
+    MAX_HEADS,
+    PRODUCING_REGISTERS,
+    QUERY_BYTES,
+    ROPE,
+    SHIFT,
+    THREADS,
+    WIDTH,
+    Attend,
+)
+from pallas_kernels.sparse_attention.merge_ptx import MEET, float_bits, merge, rotate
+from pallas_kernels.sparse_attention.rows_ptx import first_tile, look_up, places, produce
+from pallas_kernels.sparse_attention.rows_ptx import registers as row_registers
+
+NAMES = ("queries", "cosines", "sines", "window", "written", "position", "floors", "owners")
+NAMES += ("pool", "table", "selected", "sinks", "out")
+LOG2E = math.log2(math.e)
+HIGH = 0x40000040  # descriptor: 128-byte swizzle, blocks of eight rows 1024 bytes apart
+
+
+def program(s: Attend) -> list[str]:
+    """Operands: NAMES (GMEM), SMEM bytes, query row, split."""
+    lines = [
+        *_registers(s),
+        *[f"mov.b64 {name}, ${i};" for i, name in enumerate(NAMES)],
+        f"mov.b32 sm, ${len(NAMES)}; mov.b32 row, ${len(NAMES) + 1};",
+        f"mov.b32 split, ${len(NAMES) + 2}; mov.u32 tid, %tid.x; shr.u32 wg, tid, 7;",
+        f"div.u32 request, row, {s.per_request}; setp.ne.u32 p, tid, 0; @p bra READY;",
+        *[f"mbarrier.init.shared::cta.b64 [sm+{s.full + 8 * i}], 4;" for i in range(s.stages)],
+        *[f"mbarrier.init.shared::cta.b64 [sm+{s.empty + 8 * i}], 8;" for i in range(s.stages)],
+        f"st.shared.b32 [sm+{s.used}], 0; and.b32 a, sm, 1023; setp.ne.u32 p, a, 0; @p trap;",
+        "READY: and.b32 t, tid, 127; and.b32 lane, tid, 31; shr.u32 warp, t, 5;",
+        "setp.eq.u32 leader, lane, 0; bar.warp.sync 0xffffffff;",
+        f"barrier.sync {BARRIER_ALL}, {THREADS};",
+        "setp.eq.u32 p, wg, 2; @p bra LIST;",
+        *_queries(s),
+        "bra BEGIN;",
+        "LIST:",
+        *look_up(s),
+        f"BEGIN: barrier.sync {BARRIER_ALL}, {THREADS};",
+        *places(s),
+        *first_tile(s),
+        f"fence.proxy.async.shared::cta; barrier.sync {BARRIER_ALL}, {THREADS};",
+        "setp.eq.u32 p, wg, 2; @p bra PRODUCE;",
+        f"setmaxnreg.inc.sync.aligned.u32 {CONSUMING_REGISTERS};",
+        *_consume(s),
+        *merge(s),
+        f"PRODUCE: setmaxnreg.dec.sync.aligned.u32 {PRODUCING_REGISTERS};",
+        *(produce(s) if s.tiles > 1 else []),
+        *([MEET, MEET] if s.splits > 1 else []),
+        "DONE:",
+    ]
+    return [line for text in lines for line in text.strip().splitlines() if line]
+
+
+def thread() -> list[str]:
+    """Indices that are cheaper to make again than to keep in registers over the loop."""
+    return [
+        "mov.u32 tid, %tid.x; and.b32 lane, tid, 31; bfe.u32 warp, tid, 5, 2; shr.u32 wg, tid, 7;",
+        "shr.u32 gr, lane, 2; and.b32 quad, lane, 3;",
+    ]
+
+
+def _registers(s: Attend) -> list[str]:
+    return [
+        f".reg .b64 {','.join(NAMES)},q64,da,db,src;",
+        ".reg .b32 sm,row,split,tid,wg,lane,warp,request,a,b,c,d,x<4>,w<4>;",
+        ".reg .pred p,leader,yes,no,more,free;",
+        f".reg .b32 o<{WIDTH // 4}>,s<{s.tile // 2}>,f<{s.tile // 4}>,alpha0,alpha1,new0,new1;",
+        ".reg .b32 m0_,m1_,l0,l1,mx0,mx1,tile,end,ql,kl,vl,left,right,high;",
+        ".reg .b32 quad,gr,place,parity,fb,masks,wide;",
+        ".reg .b32 cs<4>,sn<4>,even,odd,turned0,turned1,spread,sink0,sink1,inv0,inv1,head,seen;",
+        *row_registers(s),
+    ]
+
+
+def _consume(s: Attend) -> list[str]:
+    return [
+        *thread(),
+        f"mad.lo.u32 masks, quad, 8, sm; add.u32 masks, masks, {s.list};",
+        f"mad.lo.u32 wide, wg, {4 * 128 * s.tile}, sm; add.u32 wide, wide, {QUERY_BYTES};",
+        "setp.eq.u32 yes, tid, tid; setp.ne.u32 no, tid, tid; mov.b32 tile, 0;",
+        "mov.b32 l0, 0; mov.b32 l1, 0;",
+        f"mov.b32 m0_, {float_bits(-1e30)}; mov.b32 m1_, m0_; mov.b32 high, {HIGH:#x};",
+        *[f"mov.b32 o{i}, 0;" for i in range(WIDTH // 4)],
+        "shr.u32 ql, sm, 4; and.b32 ql, ql, 0x3FFF; or.b32 ql, ql, 0x10000;",
+        "shfl.sync.idx.b32 ql, ql, 0, 31, 0xffffffff;",
+        f"add.u32 a, sm, {QUERY_BYTES}; shr.u32 a, a, 4; and.b32 a, a, 0x3FFF;",
+        "or.b32 kl, a, 0x10000; shfl.sync.idx.b32 kl, kl, 0, 31, 0xffffffff;",
+        *_scores(s),
+        "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;",
+        "TILE:",
+        *_softmax(s),
+        "add.u32 tile, tile, 1; setp.ge.u32 p, tile, end; @p bra LAST;",
+        *_wait(s, "NEXT"),
+        *_values(s),
+        "wgmma.commit_group.sync.aligned;",
+        *_scores(s),
+        "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1;",
+        f"@leader mbarrier.arrive.shared::cta.b64 _, [fb+{s.empty}];",
+        "wgmma.wait_group.sync.aligned 0; bra TILE;",
+        "LAST:",
+        *_values(s),
+        "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;",
+        *_finish(s),
+    ]
+
+
+def _queries(s: Attend) -> list[str]:
+    """Queries to shared memory: rotated, times 2^SHIFT, eight dims in the order of the rows'."""
+    live = s.heads // 8
+    lines = [
+        "and.b32 a, tid, 7; shr.u32 b, tid, 3; mad.lo.u32 c, row, "
+        f"{s.heads}, a; mul.wide.u32 q64, c, {2 * WIDTH}; add.s64 src, queries, q64;",
+        "mul.wide.u32 q64, b, 16; add.s64 src, src, q64;",
+        # Blocks of 64 dims, swizzled by the head.
+        "and.b32 c, b, 7; xor.b32 c, c, a; shl.b32 c, c, 4; mad.lo.u32 c, a, 128, c;",
+        f"shr.u32 d, b, 3; mad.lo.u32 c, d, {128 * MAX_HEADS}, c; add.u32 place, c, sm;",
+        f"mov.b32 spread, {(SHIFT + 127) * 128 * 0x10001:#x}; setp.ge.u32 more, b, 24;",
+        f"sub.u32 b, b, 24; shl.b32 b, b, 2; mad.lo.u32 b, row, {ROPE // 2}, b;",
+        "mul.wide.s32 q64, b, 4; add.s64 da, cosines, q64; add.s64 db, sines, q64;",
+        "@more ld.global.v4.b32 {cs0,cs1,cs2,cs3}, [da];",
+        "@more ld.global.v4.b32 {sn0,sn1,sn2,sn3}, [db];",
+    ]
+    for half in range(2):
+        for first in range(0, live, 4):
+            batch = range(first, min(first + 4, live))
+            lines += [
+                f"ld.global.nc.v4.b32 {{{_batch(i)}}}, [src+{2 * WIDTH * 8 * i + 512 * half}];"
+                for i in batch
+            ]
+            if half:
+                label = f"FLAT{first}"
+                lines += [f"@!more bra {label};"]
+                for i in batch:
+                    for j in range(4):
+                        lines += rotate(f"o{4 * (i % 4) + j}", j, inverse=False)
+                lines += [f"{label}:"]
+            for i in batch:
+                lines += _place_query(s, i, half)
+        for i in range(live, 8):
+            at = 8192 * 4 * half + 1024 * i
+            lines += ["mov.b32 a, 0;", f"st.shared.v4.b32 [place+{at}], {{a,a,a,a}};"]
+    return lines
+
+
+def _batch(i: int) -> str:
+    return ",".join(f"o{4 * (i % 4) + j}" for j in range(4))
+
+
+def _place_query(s: Attend, i: int, half: int) -> list[str]:
+    o = [f"o{4 * (i % 4) + j}" for j in range(4)]
+    return [
+        f"prmt.b32 x0, {o[0]}, {o[2]}, 0x5410; prmt.b32 x1, {o[0]}, {o[2]}, 0x7632;",
+        f"prmt.b32 x2, {o[1]}, {o[3]}, 0x5410; prmt.b32 x3, {o[1]}, {o[3]}, 0x7632;",
+        *[f"mul.rn.bf16x2 x{j}, x{j}, spread;" for j in range(4)],
+        f"st.shared.v4.b32 [place+{8192 * 4 * half + 1024 * i}], {{x0,x1,x2,x3}};",
+    ]
+
+
+def _wait(s: Attend, label: str) -> list[str]:
+    """Wait for the stage of ``tile``; fb: where its barriers are, less their offset, once again."""
+    return [
+        f"and.b32 a, tile, {s.stages - 1}; shl.b32 b, a, 3; add.u32 b, b, sm;",
+        # The first tile came without this barrier.
+        "sub.u32 parity, tile, 1; bfe.u32 parity, parity, 1, 1;",
+        f"{label}: mbarrier.try_wait.parity.shared::cta.b64 free, [b+{s.full}], parity;",
+        f"@!free bra {label};",
+        f"mad.lo.u32 a, a, {s.stage_bytes}, sm; add.u32 a, a, {QUERY_BYTES}; shr.u32 a, a, 4;",
+        "and.b32 a, a, 0x3FFF; or.b32 kl, a, 0x10000; shfl.sync.idx.b32 kl, kl, 0, 31, 0xffffffff;",
+    ]
+
+
+def _scores(s: Attend) -> list[str]:
+    """s = queries x rows of the stage, 32 steps of 16 dims."""
+    acc = "{" + ",".join(f"s{i}" for i in range(s.tile // 2)) + "}"
+    lines = ["wgmma.fence.sync.aligned;"]
+    for step in range(WIDTH // 16):
+        block, inner = divmod(step, 4)
+        lines += [
+            f"add.u32 left, ql, {(128 * MAX_HEADS * block + 32 * inner) // 16};",
+            f"add.u32 right, kl, {(128 * s.tile * block + 32 * inner) // 16};",
+            "mov.b64 da, {left,high}; mov.b64 db, {right,high};",
+            f"wgmma.mma_async.sync.aligned.m64n{s.tile}k16.f32.bf16.bf16 {acc}, da, db, "
+            f"{'yes' if step else 'no'}, 1, 1, 0, 0;",
+        ]
+    return lines
+
+
+def _values(s: Attend) -> list[str]:
+    """o += probabilities x this warpgroup's dims of the rows of the tile before ``tile``."""
+    acc = "{" + ",".join(f"o{i}" for i in range(WIDTH // 4)) + "}"
+    stage = f"and.b32 a, a, {s.stages - 1};"
+    lines = [
+        f"sub.u32 a, tile, 1; {stage} shl.b32 fb, a, 3; add.u32 fb, fb, sm;",
+        f"mad.lo.u32 a, a, {s.stage_bytes}, wide; shr.u32 a, a, 4; and.b32 a, a, 0x3FFF;",
+        # Blocks of 64 dims are 128 bytes a row apart.
+        f"or.b32 vl, a, {8 * s.tile << 16:#x}; shfl.sync.idx.b32 vl, vl, 0, 31, 0xffffffff;",
+        "wgmma.fence.sync.aligned;",
+    ]
+    for step in range(s.tile // 16):
+        a = "{" + ",".join(f"f{4 * step + r}" for r in range(4)) + "}"
+        lines += [
+            f"add.u32 right, vl, {128 * step}; mov.b64 db, {{right,high}};",
+            f"wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {acc}, {a}, db, yes, 1, 1, 1;",
+        ]
+    return lines
+
+
+def _softmax(s: Attend) -> list[str]:
+    """Masked scores of ``tile`` to probabilities f in bf16, and o, l rescaled where m moves."""
+    scale, columns = float_bits(LOG2E * WIDTH**-0.5), range(s.tile // 8)
+    lines = [
+        f"mad.lo.u32 a, tile, {4 * s.tile}, masks;",
+        f"mov.b32 mx0, {float_bits(-math.inf)}; mov.b32 mx1, mx0; mov.b32 d, mx0;",
+    ]
+    for j in columns:
+        lines.append(f"ld.shared.v2.b32 {{b,c}}, [a+{32 * j}];")
+        for i, name in enumerate("bc"):
+            lines.append(f"setp.lt.s32 p, {name}, 0;")
+            for h in range(2):
+                r = f"s{4 * j + 2 * h + i}"
+                lines.append(f"@p mov.b32 {r}, d; max.f32 mx{h}, mx{h}, {r};")
+    for h in range(2):
+        for lanes in (1, 2):
+            lines += [
+                f"shfl.sync.bfly.b32 a, mx{h}, {lanes}, 31, 0xffffffff; max.f32 mx{h}, mx{h}, a;"
+            ]
+        lines += [
+            f"mul.f32 mx{h}, mx{h}, {scale}; add.f32 a, m{h}_, {float_bits(8.0)};",
+            f"setp.gt.f32 p, mx{h}, a; selp.b32 new{h}, mx{h}, m{h}_, p;",
+            f"sub.f32 alpha{h}, m{h}_, new{h}; ex2.approx.ftz.f32 alpha{h}, alpha{h};",
+            f"mul.f32 l{h}, l{h}, alpha{h};",
+        ]
+    lines += [
+        "setp.ne.f32 p, new0, m0_; setp.ne.or.f32 p, new1, m1_, p;",
+        "vote.sync.any.pred p, p, 0xffffffff; @!p bra KEEP;",
+        *[f"mul.f32 o{i}, o{i}, alpha{i // 2 % 2};" for i in range(WIDTH // 4)],
+        "KEEP: mov.b32 m0_, new0; mov.b32 m1_, new1; neg.f32 new0, new0; neg.f32 new1, new1;",
+    ]
+    for j in columns:
+        for i in range(4):
+            r, h = f"s{4 * j + i}", i // 2
+            lines += [
+                f"fma.rn.f32 {r}, {r}, {scale}, new{h}; ex2.approx.ftz.f32 {r}, {r};",
+                f"add.f32 l{h}, l{h}, {r};",
+            ]
+        for h in range(2):
+            lines.append(f"cvt.rn.bf16x2.f32 f{2 * j + h}, s{4 * j + 2 * h + 1}, s{4 * j + 2 * h};")
+    return lines
+
+
+def _finish(s: Attend) -> list[str]:
+    """Normalised outputs to shared memory, over the queries; several blocks also leave m and l."""
+    lines = thread()
+    for h in range(2):
+        for lanes in (1, 2):
+            lines += [
+                f"shfl.sync.bfly.b32 a, l{h}, {lanes}, 31, 0xffffffff; add.f32 l{h}, l{h}, a;"
+            ]
+    lines += ["mad.lo.u32 head, warp, 16, gr;"]
+    for h in range(2):
+        lines += [f"add.u32 a, head, {8 * h};"] if h else ["mov.b32 a, head;"]
+        if s.splits == 1:
+            lines += [
+                f"setp.lt.u32 p, a, {s.heads}; mul.wide.u32 q64, a, 4; add.s64 src, sinks, q64;",
+                f"mov.b32 sink{h}, 0; @p ld.global.b32 sink{h}, [src];",
+                f"mul.f32 sink{h}, sink{h}, {float_bits(LOG2E)}; max.f32 a, m{h}_, sink{h};",
+                f"sub.f32 b, m{h}_, a; ex2.approx.ftz.f32 b, b; sub.f32 c, sink{h}, a;",
+                f"ex2.approx.ftz.f32 c, c; fma.rn.f32 c, l{h}, b, c; div.full.f32 inv{h}, b, c;",
+            ]
+        else:
+            lines += [
+                f"setp.gt.f32 p, l{h}, 0f00000000; rcp.approx.ftz.f32 inv{h}, l{h};",
+                f"selp.b32 inv{h}, inv{h}, 0, p;",
+            ]
+        lines += [f"mul.f32 inv{h}, inv{h}, {float_bits(2.0**SHIFT)};"]
+    lines += [f"barrier.sync {BARRIER_CONSUMERS}, {CONSUMERS};"]
+    if s.splits > 1:
+        lines += [
+            "setp.eq.u32 p, quad, 0; setp.eq.and.u32 p, wg, 0, p; mad.lo.u32 a, head, 8, sm;",
+            f"@p st.shared.v2.b32 [a+{QUERY_BYTES}], {{m0_,l0}};",
+            f"@p st.shared.v2.b32 [a+{QUERY_BYTES + 64}], {{m1_,l1}};",
+        ]
+    lines += [
+        f"mad.lo.u32 place, wg, {4 * 128 * MAX_HEADS}, sm; mad.lo.u32 place, head, 128, place;",
+        "mad.lo.u32 place, gr, 16, place; mad.lo.u32 place, quad, 4, place;",
+    ]
+    for j in range(8):
+        lines += [f"xor.b32 c, place, {16 * j};"]
+        for block in range(4):
+            for h in range(2):
+                first = 4 * (8 * block + j) + 2 * h
+                lines += [
+                    f"mul.f32 a, o{first}, inv{h}; mul.f32 b, o{first + 1}, inv{h};",
+                    "cvt.rn.bf16x2.f32 a, b, a;",
+                    f"st.shared.b32 [c+{128 * MAX_HEADS * block + 1024 * h}], a;",
+                ]
+    return lines

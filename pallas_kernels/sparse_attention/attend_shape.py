@@ -1,0 +1,97 @@
+"""The shape of a launch of the attention kernel and its places in shared memory."""
+
+from dataclasses import dataclass
+
+WIDTH, ROPE = 512, 64
+MAX_HEADS = 64  # M of a wgmma; fewer heads leave rows of it dead
+SHIFT = 48  # rows lie in shared memory times 2^-SHIFT, queries times 2^SHIFT
+MAX_SCALE_BYTE = 254 - (120 - SHIFT)  # of window rows: 2^55
+LATENT_BYTES, WINDOW_BYTES = 288, 528
+CONSUMERS, PRODUCERS = 256, 128
+THREADS = CONSUMERS + PRODUCERS
+# 384 threads are launched with 168 registers each; asking for more than that pool hangs.
+CONSUMING_REGISTERS, PRODUCING_REGISTERS = 216, 72
+BARRIER_ALL, BARRIER_CONSUMERS = 8, 9
+QUERY_BYTES = 2 * MAX_HEADS * WIDTH
+
+
+@dataclass(frozen=True)
+class Attend:
+    """``rows`` query rows, ``per_request`` of a request, over lists of ``window`` + ``selected``
+    slots. A cluster of ``splits`` blocks shares a row's list; ``tile`` slots are multiplied at a
+    time. ring: rows of each of ``owners`` rings that hold the window, 0 for rows of the request.
+    """
+
+    rows: int
+    per_request: int
+    heads: int
+    window: int
+    selected: int
+    pages: int  # table entries of a request
+    page: int  # rows of a page
+    pool_pages: int
+    splits: int = 1
+    tile: int = 80
+    ring: int = 0
+    owners: int = 0
+
+    def __post_init__(self) -> None:
+        if self.heads not in (8, 16, 32, 64):
+            raise ValueError(f"{self.heads=} must be 8, 16, 32 or 64")
+        if self.window < 8 or self.window % 8:
+            raise ValueError(f"{self.window=} must be a positive multiple of 8")
+        if self.splits not in (1, 2, 4, 8):
+            raise ValueError(f"{self.splits=} must be 1, 2, 4 or 8")
+        if self.ring and self.ring < self.window_rows:
+            raise ValueError(f"{self.ring=} must be at least {self.window_rows=}")
+        if self.tile not in (48, 64, 80):
+            raise ValueError(f"{self.tile=} must be 48, 64 or 80")
+
+    @property
+    def share(self) -> int:
+        """Slots of one block, a multiple of 8."""
+        return -(-(self.window + self.selected) // (8 * self.splits)) * 8
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.share // self.tile)
+
+    @property
+    def groups(self) -> int:
+        """Groups of eight slots in a tile."""
+        return self.tile // 8
+
+    @property
+    def stages(self) -> int:
+        return min(2, self.tiles)
+
+    @property
+    def window_rows(self) -> int:
+        """Stored window rows of a request."""
+        return self.window - 1 + self.per_request
+
+    # Places in shared memory, in bytes.
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * WIDTH * self.tile
+
+    @property
+    def list(self) -> int:
+        return QUERY_BYTES + self.stages * self.stage_bytes
+
+    @property
+    def full(self) -> int:
+        """Barriers of full and empty stages, then how many slots are used."""
+        return self.list + -(-4 * self.tiles * self.tile // 8) * 8
+
+    @property
+    def empty(self) -> int:
+        return self.full + 8 * self.stages
+
+    @property
+    def used(self) -> int:
+        return self.empty + 8 * self.stages
+
+    @property
+    def words(self) -> int:
+        return self.used // 4 + 1

@@ -1,0 +1,168 @@
+"""``sparse_attention`` on Hopper: one launch, which gathers and dequantises FP8 and FP4 rows once a
+query row (ARCHITECTURE 4.5).
+
+No GPU has run these kernels yet, so ``op.build`` does not offer them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import inline_ptx
+from pallas_kernels.numerics import Numerics
+from pallas_kernels.quant.storage import LatentRows, StoredRows, WindowRows
+from pallas_kernels.sparse_attention.attend_ptx import NAMES, program
+from pallas_kernels.sparse_attention.attend_shape import ROPE, THREADS, WIDTH, Attend
+
+BLOCKS = 128  # at once, as clusters of up to eight: 132 multiprocessors in groups of 16 or 18
+HEADS = (8, 16, 32, 64)
+
+
+@lru_cache(maxsize=64)
+def launcher(s: Attend) -> Callable:
+    """The inputs in the order of ``NAMES`` to bf16 [R, H, 512]."""
+    body = inline_ptx.block(program(s), gmem=len(NAMES), smem=1, scalars=2)
+
+    def sparse_attention(*refs):
+        body(*refs, lax.axis_index("row"), lax.axis_index("split"))
+
+    return plgpu.kernel(
+        sparse_attention,
+        out_type=jax.ShapeDtypeStruct((s.rows, s.heads, WIDTH), jnp.bfloat16),
+        grid=(s.rows,),
+        grid_names=("row",),
+        cluster=(s.splits,),
+        cluster_names=("split",),
+        num_threads=THREADS // 128,
+        thread_name="wg",
+        scratch_types=(plgpu.SMEM((s.words,), jnp.int32),),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+
+
+def splits(rows: int, slots: int) -> int:
+    """Blocks that share a row: as many as fit the GPU at once, each with 80 slots or more."""
+    count = 8
+    while count > 1 and (rows * count > BLOCKS or slots < 80 * count):
+        count //= 2
+    return count
+
+
+def supports(
+    q: Array, window: StoredRows, pool: StoredRows | None, window_size: int, numerics: Numerics
+) -> str:
+    """Why the kernel cannot take these arguments, or nothing."""
+    *_, heads, width = q.shape
+    if numerics.dtype != jnp.bfloat16 or q.dtype != jnp.bfloat16 or numerics.blockwise_softmax:
+        return f"{numerics.name=} and {q.dtype=} must be serving and bfloat16"
+    if heads not in HEADS or width != WIDTH:
+        return f"{heads=} must be one of {HEADS} and {width=} must be {WIDTH}"
+    if window_size < 8 or window_size % 8:
+        return f"{window_size=} must be a positive multiple of 8"
+    if not isinstance(window, WindowRows) or not isinstance(pool, LatentRows | None):
+        return "window and pool must be packed rows"
+    return ""
+
+
+def sparse_attention(
+    q: Array,
+    cos: Array,
+    sin: Array,
+    window: StoredRows,
+    written: Array,
+    position: Array,
+    floor: Array,
+    pool: StoredRows | None,
+    page_table: Array,
+    selected: Array | None,
+    sink: Array,
+    *,
+    window_size: int,
+    numerics: Numerics,
+) -> Array:
+    """``op.build``'s contract on an sm_90 GPU, for serving numerics, heads of 512 dims of which 64
+    rotate, 8, 16, 32 or 64 of them; else ``ValueError``.
+
+    Window scale bytes may be at most ``attend_shape.MAX_SCALE_BYTE`` (2^55). A page id outside the
+    pool and an entry outside the table hide their row. A row has the same bits whatever the others,
+    as long as their number is in the same range of ``splits``.
+    """
+    return _launch(
+        q, cos, sin, window, written.astype(jnp.int32), position, floor, floor, pool, page_table,
+        selected, sink, window_size, numerics,
+    )  # fmt: skip
+
+
+def ring_attention(
+    q: Array,
+    cos: Array,
+    sin: Array,
+    ring: StoredRows,
+    tags: Array,
+    slot: Array,
+    position: Array,
+    floor: Array,
+    pool: StoredRows | None,
+    page_table: Array,
+    selected: Array | None,
+    sink: Array,
+    *,
+    window_size: int,
+    numerics: Numerics,
+) -> Array:
+    """``sparse_attention`` with its window read where it is stored, the query rows' own included.
+
+    ring: rows [S, size] at position % size, tags int32 [S, size] their positions, slot int32 [B]
+    the ring of each request, one outside 0 .. S - 1 has no window. size >= window_size - 1 + T.
+    """
+    return _launch(
+        q, cos, sin, ring, tags, position, floor, slot, pool, page_table, selected, sink,
+        window_size, numerics, ring=True,
+    )  # fmt: skip
+
+
+def _launch(
+    q: Array, cos: Array, sin: Array, window: StoredRows, written: Array, position: Array,
+    floor: Array, owners: Array, pool: StoredRows | None, page_table: Array,
+    selected: Array | None, sink: Array, window_size: int, numerics: Numerics, *,
+    ring: bool = False,
+) -> Array:  # fmt: skip
+    if fault := supports(q, window, pool, window_size, numerics):
+        raise ValueError(f"sparse_attention: {fault}")
+    assert isinstance(window, WindowRows)
+    b, t, heads, width = q.shape
+    if 2 * cos.shape[-1] != ROPE:
+        raise ValueError(f"sparse_attention: {cos.shape=} must end in {ROPE // 2}")
+    if b * t == 0:
+        return q
+    if pool is None or selected is None:
+        latents, pages, count = window.words, 1, 0
+        pool_pages, page, chosen = 1, 1, position
+    else:
+        assert isinstance(pool, LatentRows)
+        latents, pages, count = pool.words, page_table.shape[1], selected.shape[-1]
+        (pool_pages, page), chosen = latents.shape[:2], selected
+    blocks = splits(b * t, window_size + count)
+    s = Attend(b * t, t, heads, window_size, count, pages, page, pool_pages, blocks)
+    if ring:
+        s = replace(s, owners=window.words.shape[0], ring=window.words.shape[1])
+    out = launcher(s)(
+        q.reshape(b * t, heads, width),
+        cos.astype(jnp.float32).reshape(b * t, ROPE // 2),
+        sin.astype(jnp.float32).reshape(b * t, ROPE // 2),
+        window.words,
+        written,
+        position.astype(jnp.int32),
+        floor.astype(jnp.int32),
+        owners.astype(jnp.int32),
+        latents,
+        page_table.astype(jnp.int32),
+        chosen.astype(jnp.int32),
+        sink.astype(jnp.float32),
+    )
+    return out.reshape(q.shape)
