@@ -39,19 +39,19 @@ class Projections(nnx.Module):
         self.attn_sink = fp32_param(rngs, cfg.num_attention_heads)
         self.wo_a = fp8(cfg.o_groups * cfg.o_lora_rank, cfg.o_group_width)
         self.wo_b = fp8(d, cfg.o_groups * cfg.o_lora_rank)
-        self.heads, self.groups, self.window_size = (
-            cfg.num_attention_heads,
-            cfg.o_groups,
+        self.head_dim, self.o_lora_rank, self.window_size = (
+            cfg.head_dim,
+            cfg.o_lora_rank,
             cfg.sliding_window,
         )
 
     def queries(self, ops: Ops, x: Array) -> tuple[Array, Array]:
         """Normed low-rank queries [B, T, Q] and per-head queries [B, T, H, K] before RoPE, without
-        a head norm.
+        a head norm; H counts the heads of ``wq_b`` as it is here, part of a layout's or all.
         """
         qr = self.q_norm(ops.linear(x, self.wq_a()))
         q = ops.linear(qr, self.wq_b())
-        return qr, q.reshape(*q.shape[:-1], self.heads, q.shape[-1] // self.heads)
+        return qr, q.reshape(*q.shape[:-1], -1, self.head_dim)
 
     def window_rows(self, ops: Ops, x: Array, at: Angles) -> StoredRows:
         """Window rows [B, T] of x at the angles ``at``, as the cache stores them."""
@@ -59,7 +59,9 @@ class Projections(nnx.Module):
         return row_types(ops.numerics).window.encode(k)
 
     def output(self, ops: Ops, o: Array) -> Array:
-        return ops.output_projection(o, self.wo_a(), self.wo_b(), groups=self.groups)
+        wo_a = self.wo_a()
+        groups = wo_a.shape[0] // self.o_lora_rank
+        return ops.output_projection(o, wo_a, self.wo_b(), groups=groups)
 
 
 class Attention(Projections):

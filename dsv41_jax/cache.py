@@ -102,7 +102,8 @@ class Cache:
     pairs: (u, g) float32 of ratio-2 owners. history int32 [slots, n-1]: last token ids, -1 for
     none. last_token int32 [slots]: the newest token, not yet fed. carry: hand-off of the last
     ``sliding_window`` prompt rows. counts int32 [slots, V], if penalties are wanted: how often each
-    id occurred (see ``serving.logit_rules``). All but the pools belongs to one request a slot.
+    id occurred (see ``serving.logit_rules``). position int32 [slots], if tokens are drafted: where
+    ``last_token`` will be fed. All but the pools belongs to one request a slot.
     """
 
     pools: dict[int, Pool]
@@ -113,6 +114,7 @@ class Cache:
     last_token: Array
     carry: Ring
     counts: Array | None = None
+    position: Array | None = None
 
     @property
     def pool_bytes(self) -> int:
@@ -168,6 +170,7 @@ def new_cache(
         last_token=jnp.zeros(shape.slots, jnp.int32),
         carry=_carry(cfg, numerics, shape.slots),
         counts=jnp.zeros((shape.slots, cfg.vocab_size), jnp.int32) if counts else None,
+        position=jnp.zeros(shape.slots, jnp.int32) if drafts else None,
     )
 
 

@@ -1,5 +1,6 @@
 """DSpark: three draft stages, Markov bias and confidence (ARCHITECTURE section 10)."""
 
+import logging
 from dataclasses import dataclass
 
 import jax
@@ -11,6 +12,7 @@ from dsv41_jax.attention import Projections
 from dsv41_jax.block import Sublayers
 from dsv41_jax.cache import Ring
 from dsv41_jax.config import Config
+from dsv41_jax.errors import UserError
 from dsv41_jax.ops import Ops
 from dsv41_jax.rope import angles
 from dsv41_jax.rows import Rows
@@ -18,6 +20,18 @@ from dsv41_jax.weights import Norm, Weight
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.quant import Fp8Blocks
 from pallas_kernels.rotate import rotate
+
+log = logging.getLogger("dsv41_jax.checkpoint")
+BLOCK = 5  # the heads are trained for this block; another one changes mask and positions
+
+
+def check_block_size(cfg: Config, *, speculation: bool) -> None:
+    """Draft heads for another block are an error if they are wanted, else one line in the log."""
+    size = cfg.dspark_block_size
+    if size != BLOCK and speculation:
+        raise UserError(f"dspark_block_size={size} must be {BLOCK} for speculation")
+    if size != BLOCK:
+        log.info("no draft model: dspark_block_size=%d, not %d", size, BLOCK)
 
 
 @jax.tree_util.register_dataclass
@@ -124,13 +138,15 @@ def propose(ops: Ops, stage: DraftStage, x: Array, base: Array, token: Array) ->
     head, confidence = stage.markov_head, stage.confidence_head
     ids, logits, scores = [], [], []
     for i in range(x.shape[1]):
-        embedding = head.embed()[token]
-        row = base[:, i] + ops.linear(embedding, head.head(), out_dtype=jnp.float32)
+        embedding = ops.embedding(head.embed(), token)
+        row = base[:, i] + ops.gathered_linear(
+            embedding, head.head(), outputs=base.shape[-1], out_dtype=jnp.float32
+        )
         both = jnp.concatenate(
             [x[:, i].astype(jnp.float32), embedding.astype(jnp.float32)], axis=-1
         )
         scores.append(ops.linear(both, confidence.proj(), out_dtype=jnp.float32)[:, 0])
-        token = jnp.argmax(row, axis=-1).astype(jnp.int32)
+        token = ops.agree(jnp.argmax(row, axis=-1).astype(jnp.int32))
         ids.append(token)
         logits.append(row)
-    return Draft(jnp.stack(ids, 1), jnp.stack(logits, 1), jnp.stack(scores, 1))
+    return Draft(jnp.stack(ids, 1), jnp.stack(logits, 1), ops.agree(jnp.stack(scores, 1)))

@@ -43,8 +43,9 @@ class Engram(nnx.Module):
         self, ops: Ops, h: Array, row_ids: Array, live: Array
     ) -> tuple[Array, Array]:
         """Gate f32 [B, T, S] and value [B, T, D]."""
-        kv = ops.linear(ops.engram_rows(self.embed(), row_ids), self.wkv())
         streams, width = h.shape[-2:]
+        rows = ops.engram_rows(self.embed(), row_ids)
+        kv = ops.gathered_linear(rows, self.wkv(), outputs=(streams + 1) * width)
         keys = kv[..., : streams * width].reshape(h.shape)
         weights = self.q_weight.get_value(), self.k_weight.get_value()
         return ops.engram_gate(h, keys, *weights, live, eps=self.eps), kv[..., streams * width :]

@@ -72,7 +72,7 @@ class Model(nnx.Module):
         [B, T].
         """
         ids = jnp.clip(tokens, 0, self.cfg.vocab_size - 1)
-        x = self.embed()[ids].astype(ops.numerics.dtype)
+        x = ops.embedding(self.embed(), ids).astype(ops.numerics.dtype)
         h = jnp.broadcast_to(
             x[..., None, :], (*tokens.shape, self.cfg.hc_mult, self.cfg.hidden_size)
         )
@@ -113,14 +113,20 @@ class Model(nnx.Module):
 
     def logits(self, ops: Ops, h: Array, pre: Array) -> Array:
         """float32 [..., V] of streams h [..., S, D] after the last block and its pre."""
-        x = self.norm(ops.mhc_collapse(h, pre))
-        return ops.linear(x, self.head(), out_dtype=jnp.float32)
+        return self._scores(ops, self.norm(ops.mhc_collapse(h, pre)))
 
     def draft(
-        self, ops: Ops, token: Array, slot: Array, start: Array, floor: Array, cache: Cache
+        self,
+        ops: Ops,
+        token: Array,
+        slot: Array,
+        start: Array,
+        floor: Array,
+        cache: Cache,
+        length: int | None = None,
     ) -> Draft:
         """Greedy DSpark block opened by token int32 [B] at position start int32 [B]; the cache is
-        only read.
+        only read. length: proposals to keep, default all of the block, which always runs whole.
         """
         noise = jnp.full(
             (token.shape[0], self.cfg.dspark_block_size - 1),
@@ -130,10 +136,14 @@ class Model(nnx.Module):
         h, pre = self.embedded(ops, jnp.concatenate([token[:, None], noise], axis=1))
         for stage, ring in zip(self.mtp, cache.drafts, strict=True):
             h, pre = stage(ops, h, pre, slot, start, floor, ring)
-        x = ops.mhc_collapse(h, pre)
+        x = ops.mhc_collapse(h, pre)[:, :length]
         last = self.mtp[-1]
-        base = ops.linear(last.norm(x), self.head(), out_dtype=jnp.float32)
-        return propose(ops, last, x, base, token)
+        return propose(ops, last, x, self._scores(ops, last.norm(x)), token)
+
+    def _scores(self, ops: Ops, x: Array) -> Array:
+        return ops.gathered_linear(
+            x, self.head(), outputs=self.cfg.vocab_size, out_dtype=jnp.float32
+        )
 
     def _encoder_blocks(self) -> list[Block]:
         return list(self.layers)[: self.cfg.last_kv_source + 1]

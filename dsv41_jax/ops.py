@@ -5,6 +5,10 @@ sharding.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels.compress import op as compress
 from pallas_kernels.engram import op as engram
@@ -16,6 +20,7 @@ from pallas_kernels.moe_experts import op as moe_experts
 from pallas_kernels.moe_gate import op as moe_gate
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.output_projection import op as output_projection
+from pallas_kernels.quant import Packed
 from pallas_kernels.sparse_attention import op as sparse_attention
 
 
@@ -23,10 +28,18 @@ from pallas_kernels.sparse_attention import op as sparse_attention
 class Ops:
     """Operations with their numerics bound; each contract stands in
     ``pallas_kernels/<op>/op.py``.
+
+    Weights may be parts of a layout's; the operations then give whole results. embedding(table [V,
+    K], ids) takes rows of a table. gathered_linear(x, weight [N, K], *, outputs, out_dtype=None) is
+    a ``linear`` whose ``outputs`` columns are all there. agree(tree) gives every rank that works on
+    the same requests the values of the first of them. anywhere(bool []) is whether any rank at all
+    says so.
     """
 
     numerics: Numerics
     linear: Callable
+    gathered_linear: Callable
+    embedding: Callable
     mhc_coefficients: Callable
     mhc_collapse: Callable
     mhc_expand: Callable
@@ -42,15 +55,20 @@ class Ops:
     engram_rows: Callable
     engram_gate: Callable
     engram_add: Callable
+    agree: Callable
+    anywhere: Callable
 
 
 def local_ops(numerics: Numerics, kernels: str = "auto") -> Ops:
     """Operations of one device; ``kernels`` is a kind of ``pallas_kernels.dispatch.KINDS``, chosen
     here and only here.
     """
+    bound_linear = partial(linear.build(kernels), numerics=numerics)
     return Ops(
         numerics=numerics,
-        linear=partial(linear.build(kernels), numerics=numerics),
+        linear=bound_linear,
+        gathered_linear=partial(_whole_linear, bound_linear),
+        embedding=_take_rows,
         mhc_coefficients=mhc.build_coefficients(kernels),
         mhc_collapse=mhc.build_collapse(kernels),
         mhc_expand=mhc.build_expand(kernels),
@@ -66,4 +84,26 @@ def local_ops(numerics: Numerics, kernels: str = "auto") -> Ops:
         engram_rows=partial(engram.build_rows(kernels), dtype=numerics.dtype),
         engram_gate=engram.build_gate(kernels),
         engram_add=engram.build_add(kernels),
+        agree=_unchanged,
+        anywhere=_unchanged,
     )
+
+
+def _whole_linear(
+    linear: Callable,
+    x: Array,
+    weight: Array | Packed,
+    *,
+    outputs: int,
+    out_dtype: jnp.dtype | None = None,
+) -> Array:
+    assert weight.shape[0] == outputs
+    return linear(x, weight, out_dtype=out_dtype)
+
+
+def _take_rows(table: Array, ids: Array) -> Array:
+    return table[ids]
+
+
+def _unchanged(values: Any) -> Any:
+    return values

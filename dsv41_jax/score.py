@@ -18,6 +18,7 @@ from dsv41_jax.command import exit_status, output_file, progress_line
 from dsv41_jax.compiling import jit
 from dsv41_jax.errors import UserError
 from dsv41_jax.model import Model
+from dsv41_jax.moe import repack_experts
 from dsv41_jax.ops import Ops, local_ops
 from dsv41_jax.prompt import check_token_ids, parse_token_ids, prompt_ids, read_text
 from dsv41_jax.rows import Rows
@@ -139,6 +140,7 @@ def _run(arguments: argparse.Namespace) -> np.ndarray:
     given = None if arguments.token_ids is None else parse_token_ids(arguments.token_ids)
     numerics = default_numerics(arguments.numerics)
     model = load_model(arguments.checkpoint, numerics=numerics)
+    repack_experts(model)
     ids = (
         given
         if text is None

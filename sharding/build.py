@@ -1,19 +1,94 @@
 """Layout -> record of operations. One device needs no collectives: ``tp1`` is the local record."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import jax.numpy as jnp
+from jax import Array
+
 from dsv41_jax.errors import UserError
 from dsv41_jax.ops import Ops, local_ops
 from pallas_kernels.numerics import Numerics
+from pallas_kernels.quant import Packed
+from sharding.collectives import ALL_REDUCES, Axes, anywhere, from_first, gather
+from sharding.engram_rows import SpreadRows, spread_engram_rows
+from sharding.experts import SpreadExperts
+from sharding.layouts import Division
 
-LAYOUTS = ("tp1",)
 
-
-def build_ops(layout: str, numerics: Numerics, kernels: str = "auto") -> Ops:
-    """The operations of a named layout; UserError for a layout, or a kind of kernels, that does not
-    exist here.
+def build_ops(
+    division: Division | str, numerics: Numerics, kernels: str = "auto", all_reduce: str = "psum"
+) -> Ops:
+    """The operations of a divided model, for use inside ``shard_map`` over its mesh; "tp1": those
+    of one device. all_reduce: of ``ALL_REDUCES``, after attention and experts. UserError for a kind
+    of kernels that does not exist here.
     """
-    if layout not in LAYOUTS:
-        raise UserError(f"layout {layout!r}: must be one of {', '.join(LAYOUTS)}")
     try:
-        return local_ops(numerics, kernels)
+        local = local_ops(numerics, kernels)
     except ValueError as error:
         raise UserError(f"kernels {kernels!r}: {error}") from error
+    return local if isinstance(division, str) else _spread(local, division, all_reduce)
+
+
+def _spread(local: Ops, division: Division, all_reduce: str) -> Ops:
+    """The local operations with the collectives that the division needs around them."""
+
+    def axes(logical: str) -> Axes:
+        used = division.axes[logical]
+        return tuple(axis for axis in used if division.layout.mesh_shape[axis] > 1)
+
+    data, model = axes("batch"), axes("heads")
+    experts = SpreadExperts(
+        op=local.moe_experts,
+        rows=data if division.layout.experts_over_data else (),
+        experts=axes("experts"),
+        columns=axes("expert_columns"),
+        reduce=ALL_REDUCES[all_reduce],
+    )
+    return replace(
+        local,
+        embedding=SpreadRows((), axes("vocabulary")) if axes("vocabulary") else local.embedding,
+        gathered_linear=partial(_gathered_linear, local.linear, model),
+        output_projection=partial(
+            _output_projection,
+            local.output_projection,
+            ALL_REDUCES[all_reduce],
+            heads=model,
+            groups_over=axes("groups"),
+        ),
+        moe_experts=experts,
+        engram_rows=spread_engram_rows(local.engram_rows, SpreadRows(data, model)),
+        agree=partial(from_first, axes=model),
+        anywhere=partial(anywhere, axes=data),
+    )
+
+
+def _gathered_linear(
+    linear: Callable,
+    model: Axes,
+    x: Array,
+    weight: Array | Packed,
+    *,
+    outputs: int,
+    out_dtype: jnp.dtype | None = None,
+) -> Array:
+    y = linear(x, weight, out_dtype=out_dtype)
+    return y if y.shape[-1] == outputs else gather(y, model, axis=-1)
+
+
+def _output_projection(
+    project: Callable,
+    reduce: Callable,
+    o: Array,
+    wo_a: Array | Packed,
+    wo_b: Array | Packed,
+    *,
+    groups: int,
+    heads: Axes,
+    groups_over: Axes,
+) -> Array:
+    """Split groups give partial sums; whole ones need the heads of all ranks."""
+    if groups_over:
+        return reduce(project(o, wo_a, wo_b, groups=groups), groups_over)
+    return project(gather(o, heads, axis=-2), wo_a, wo_b, groups=groups)

@@ -14,7 +14,7 @@ from dsv41_jax.checkpoint.parameters import Parameter, parameters
 from dsv41_jax.config import Config
 from pallas_kernels.numerics import SERVING
 from sharding.hardware import Hardware
-from sharding.layouts import Layout
+from sharding.layouts import Division, Layout
 from sharding.roofline import Step, Weights, group_weights, require_figures, step_parts
 
 PAGE_SIZE = CacheShape(1, 1).page_size
@@ -89,17 +89,21 @@ class Estimate:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model cut by a layout; UserError if the layout does not divide it."""
+    """A model cut by a layout; UserError if the layout refuses it."""
 
     cfg: Config
     layout: Layout
 
     def __post_init__(self) -> None:
-        self.layout.check(self.cfg)
+        self.layout.divide(self.cfg)
+
+    @cached_property
+    def division(self) -> Division:
+        return self.layout.divide(self.cfg)
 
     @cached_property
     def _local(self) -> dict[str, Any]:
-        return self.layout.local_specs(_parameters(self.cfg).values())
+        return self.division.local_specs(_parameters(self.cfg).values())
 
     @cached_property
     def bytes_by_kind(self) -> ByKind:
@@ -115,7 +119,7 @@ class ShardedModel:
         the layout; ``fits`` is the answer for (GPUs, context, concurrency).
         """
         memory = round(hardware["memory_gb"] * 1e9)
-        slots = -(-concurrency // self.layout.ways("batch"))
+        slots = -(-concurrency // self.division.ways("batch"))
         a_slot = slot_bytes(self.cfg)
         a_token = kv_bytes_per_token(self.cfg)
         tokens = slots * -(-context // PAGE_SIZE) * PAGE_SIZE
@@ -131,7 +135,7 @@ class ShardedModel:
     def estimate(self, hardware: Hardware, step: Step) -> Estimate:
         """Footprint and time of a step; UserError for an unknown figure of the hardware."""
         require_figures(hardware, self.layout)
-        parts = step_parts(self.cfg, self.layout, self.weights, hardware, step)
+        parts = step_parts(self.cfg, self.division, self.weights, hardware, step)
         return Estimate(
             self.layout, step, self.footprint(hardware, step.context, step.batch), parts
         )

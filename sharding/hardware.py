@@ -117,39 +117,45 @@ _DATASHEET, _VENDOR = "datasheet", "vendor's announcement"
 _ONE_DOMAIN = Figure(1.0, "one memory domain")
 _RESERVED = Figure(0.1, "assumption: a tenth, as in `inspect`")
 _KERNELS = Figure(12, "assumption: fused kernels of one layer")
+# What is assumed of every machine with one memory domain.
+ASSUMED: dict[str, Figure | None] = {
+    "kernels_per_layer": _KERNELS,
+    "weights_factor": _ONE_DOMAIN,
+    "cache_factor": _ONE_DOMAIN,
+    "rows_factor": _ONE_DOMAIN,
+    "reserved_fraction": _RESERVED,
+}
 _UNKNOWN: dict[str, Figure | None] = dict.fromkeys(MEANINGS)
 
-_H200 = _UNKNOWN | {
-    "gpus_per_domain": Figure(8, _DATASHEET),
-    "memory_gb": Figure(141, _DATASHEET),
-    "memory_tbps": Figure(4.3, "measured (copies; datasheet 4.8)"),
-    "bf16_tflops": Figure(790, "measured (datasheet 990)"),
-    "fp8_tflops": Figure(1400, "assumption (datasheet 1980; one 8192^3 product measured 1406)"),
-    "link_gbps": Figure(450, _DATASHEET),
-    "collective_us": Figure(7, "published one-shot figures (a trial of ours on two: 2.7)"),
-    "launch_us": Figure(1.5, "assumption (chains of small kernels measured 0.9 to 1.3)"),
-    "kernels_per_layer": _KERNELS,
-    "weights_factor": _ONE_DOMAIN,
-    "cache_factor": _ONE_DOMAIN,
-    "rows_factor": _ONE_DOMAIN,
-    "reserved_fraction": _RESERVED,
-    "sms": Figure(132, "measured"),
-    "watts": Figure(700, _DATASHEET),
-}
-_GB300 = _UNKNOWN | {
-    "gpus_per_domain": Figure(72, _DATASHEET),
-    "memory_gb": Figure(288, _DATASHEET),
-    "memory_tbps": Figure(8, _DATASHEET),
-    "bf16_tflops": Figure(2500, _DATASHEET),
-    "fp8_tflops": Figure(5000, _DATASHEET),
-    "fp4_tflops": Figure(15000, _DATASHEET),
-    "link_gbps": Figure(900, _DATASHEET),
-    "kernels_per_layer": _KERNELS,
-    "weights_factor": _ONE_DOMAIN,
-    "cache_factor": _ONE_DOMAIN,
-    "rows_factor": _ONE_DOMAIN,
-    "reserved_fraction": _RESERVED,
-}
+_H200 = (
+    _UNKNOWN
+    | ASSUMED
+    | {
+        "gpus_per_domain": Figure(8, _DATASHEET),
+        "memory_gb": Figure(141, _DATASHEET),
+        "memory_tbps": Figure(4.3, "measured (copies; datasheet 4.8)"),
+        "bf16_tflops": Figure(790, "measured (datasheet 990)"),
+        "fp8_tflops": Figure(1400, "assumption (datasheet 1980; one 8192^3 product measured 1406)"),
+        "link_gbps": Figure(450, _DATASHEET),
+        "collective_us": Figure(7, "published one-shot figures (a trial of ours on two: 2.7)"),
+        "launch_us": Figure(1.5, "assumption (chains of small kernels measured 0.9 to 1.3)"),
+        "sms": Figure(132, "measured"),
+        "watts": Figure(700, _DATASHEET),
+    }
+)
+_GB300 = (
+    _UNKNOWN
+    | ASSUMED
+    | {
+        "gpus_per_domain": Figure(72, _DATASHEET),
+        "memory_gb": Figure(288, _DATASHEET),
+        "memory_tbps": Figure(8, _DATASHEET),
+        "bf16_tflops": Figure(2500, _DATASHEET),
+        "fp8_tflops": Figure(5000, _DATASHEET),
+        "fp4_tflops": Figure(15000, _DATASHEET),
+        "link_gbps": Figure(900, _DATASHEET),
+    }
+)
 # Two memory domains a GPU, whose ratios are unknown; FP4 is published as a range, so it is unknown.
 _RUBIN = _UNKNOWN | {
     "gpus_per_domain": Figure(72, _DATASHEET),
@@ -170,5 +176,5 @@ MACHINES = {
 def hardware(name: str) -> Hardware:
     """The machine of that name; UserError that lists what exists."""
     if name not in MACHINES:
-        raise UserError(f"hardware {name!r}: must be one of {', '.join(MACHINES)}")
+        raise UserError(f"hardware {name!r}: must be one of {', '.join(MACHINES)}, this")
     return MACHINES[name]

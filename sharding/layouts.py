@@ -4,10 +4,14 @@ A layout is a mesh of ``data`` x ``model`` devices. ``tpN`` splits heads, output
 expert columns and the vocabulary over N. ``depN`` gives each of N ranks its own requests and pages
 and spreads whole experts over the ranks. ``tpNxdpM`` is M copies of ``tpN``, ``tpNxdepM`` spreads
 whole experts over M groups of N, their columns inside a group. Engram rows are always spread over
-all devices (ARCHITECTURE section 9), padded to a multiple of them.
+all devices (ARCHITECTURE section 9).
+
+What does not divide: heads and vocabulary are refused. Groups, Engram outputs and expert columns
+whose parts would cut a block of one scale are held whole by every tensor rank; whole experts are
+then spread over the tensor ranks too. Experts and Engram rows are padded to a multiple.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -28,6 +32,7 @@ _SPLITS: dict[str, tuple[str | None, ...]] = {
     ".ffn.experts.w1.weight": ("experts", "expert_columns", None),
     ".ffn.experts.w2.weight": ("experts", None, "expert_columns"),
     ".ffn.experts.w3.weight": ("experts", "expert_columns", None),
+    ".ffn.experts.weight": ("expert_columns",),  # repacked: one rank after the other
     ".ffn.shared_experts.w1.weight": ("expert_columns", None),
     ".ffn.shared_experts.w2.weight": (None, "expert_columns"),
     ".ffn.shared_experts.w3.weight": ("expert_columns", None),
@@ -62,8 +67,33 @@ class Layout:
         """Extent of each mesh axis, outermost first."""
         return {DATA: self.data, MODEL: self.tensor}
 
-    def mesh_axes(self, logical: str) -> tuple[str, ...]:
-        """The mesh axes that a logical axis is split over; () if every device holds all of it."""
+    def divide(self, cfg: Config) -> "Division":
+        """The layout applied to a model; UserError that names every axis which must divide and does
+        not, its extent and the divisor.
+        """
+        refused, notes, axes = [], [], self._evenly()
+        for axis in _extents(cfg):
+            divisor = prod(self.mesh_shape[a] for a in axes[axis.logical]) * axis.block
+            if axis.extent % divisor == 0:
+                continue
+            blocks = f" (blocks of {axis.block})" if axis.block > 1 else ""
+            problem = f"{axis.name} = {axis.extent}{blocks}: "
+            if axis.required:
+                refused.append(f"{problem}must be divisible by {divisor}")
+            else:
+                notes.append(f"{problem}not divisible by {divisor}, whole on every tensor rank")
+                axes[axis.logical] = ()
+        if refused:
+            raise UserError(f"layout {self.name}: {'; '.join(refused)}", refused)
+        if self.tensor > 1 and not axes["expert_columns"]:
+            axes["experts"] = (*axes["experts"], MODEL)
+        ways = prod(self.mesh_shape[a] for a in axes["experts"])
+        for name, count in _expert_counts(cfg):
+            if count % ways:
+                notes.append(f"{name} = {count}: padded to {-(-count // ways) * ways}")
+        return Division(cfg, self, axes, tuple(notes))
+
+    def _evenly(self) -> dict[str, tuple[str, ...]]:
         return {
             "batch": (DATA,),
             "pages": (DATA,),
@@ -74,43 +104,58 @@ class Layout:
             "vocabulary": (MODEL,),
             "engram_rows": (DATA, MODEL),
             "engram_outputs": (MODEL,),
-        }[logical]
+        }
+
+
+@dataclass(frozen=True)
+class Division:
+    """A layout applied to a model. axes: mesh axes of each logical axis, () if every device holds
+    all of it. notes: what is held whole or padded, and why.
+    """
+
+    cfg: Config
+    layout: Layout
+    axes: Mapping[str, tuple[str, ...]]
+    notes: tuple[str, ...]
 
     def ways(self, logical: str) -> int:
         """Number of parts a logical axis is cut into."""
-        return prod(self.mesh_shape[axis] for axis in self.mesh_axes(logical))
+        return prod(self.layout.mesh_shape[axis] for axis in self.axes[logical])
 
     def partition(self, path: str) -> tuple[tuple[str, ...] | None, ...]:
         """Mesh axes of each dim of a parameter (codes and scales alike), None for a whole dim; ()
         for a parameter that every device holds whole. Made for ``PartitionSpec(*partition)``.
         """
-        return tuple(self.mesh_axes(dim) or None if dim else None for dim in logical_dims(path))
+        return tuple(self.axes[dim] or None if dim else None for dim in logical_dims(path))
 
-    def check(self, cfg: Config) -> None:
-        """UserError that names every axis which does not divide, its extent and the divisor."""
-        problems = [
-            f"{axis} = {extent}{_blocks(block)}: must be divisible by {self.ways(logical) * block}"
-            for axis, logical, extent, block in _extents(cfg)
-            if extent % (self.ways(logical) * block)
-        ]
-        if problems:
-            raise UserError(f"layout {self.name}: {'; '.join(problems)}", problems)
+    def padded(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape of a parameter (of codes or scales), its dims padded to a multiple of their
+        parts.
+        """
+        ways = self._ways(path, len(shape))
+        return tuple(-(-n // parts) * parts for n, parts in zip(shape, ways, strict=True))
 
     def local_specs(self, parameters: Iterable[Parameter]) -> dict[str, TensorSpec]:
-        """What the fullest device holds: path -> stored shape of its part, a scale under its own
-        name. Stacked experts keep their leading axis.
+        """What every device holds: path -> stored shape of its part, padding included, a scale
+        under its own name. Stacked experts keep their leading axis.
         """
         found = {}
         for parameter in parameters:
-            ways = [self.ways(dim) if dim else 1 for dim in logical_dims(parameter.path)]
+            path = parameter.path
             stack = (len(parameter.weights),) if parameter.stacked else ()
-            stored = {parameter.path: parameter.spec}
+            stored = {path: parameter.spec}
             if parameter.scale:
-                stored[scale_name(parameter.path)] = parameter.scale
+                stored[scale_name(path)] = parameter.scale
             for name, spec in stored.items():
-                shape = _shares((*stack, *spec.shape), ways)
+                whole = self.padded(path, (*stack, *spec.shape))
+                ways = self._ways(path, len(whole))
+                shape = tuple(n // parts for n, parts in zip(whole, ways, strict=True))
                 found[name] = TensorSpec(spec.dtype, shape, spec.part)
         return found
+
+    def _ways(self, path: str, rank: int) -> list[int]:
+        ways = [self.ways(dim) if dim else 1 for dim in logical_dims(path)]
+        return ways + [1] * (rank - len(ways))
 
 
 def logical_dims(path: str) -> tuple[str | None, ...]:
@@ -129,32 +174,38 @@ def layout(name: str) -> Layout:
     return LAYOUTS[name]
 
 
-def _extents(cfg: Config) -> list[tuple[str, str, int, int]]:
-    """Name, logical axis, extent, and the block of it that one scale covers (1: no scales)."""
+@dataclass(frozen=True)
+class _Axis:
+    """An extent that a logical axis splits. block: of it, one scale covers (1: no scales).
+    required: refused if it does not divide, else held whole.
+    """
+
+    name: str
+    logical: str
+    extent: int
+    block: int
+    required: bool
+
+
+def _extents(cfg: Config) -> list[_Axis]:
+    columns = cfg.o_groups * cfg.o_lora_rank
     extents = [
-        ("heads", "heads", cfg.num_attention_heads, 1),
-        ("head columns", "heads", cfg.attention_width, BLOCK),
-        ("wo_a groups", "groups", cfg.o_groups, 1),
-        ("wo_a columns", "groups", cfg.o_groups * cfg.o_lora_rank, BLOCK),
-        ("experts", "experts", cfg.n_routed_experts, 1),
-        ("expert columns", "expert_columns", cfg.moe_intermediate_size, BLOCK),
-        ("vocabulary", "vocabulary", cfg.vocab_size, 1),
+        _Axis("heads", "heads", cfg.num_attention_heads, 1, True),
+        _Axis("head columns", "heads", cfg.attention_width, BLOCK, True),
+        _Axis("vocabulary", "vocabulary", cfg.vocab_size, 1, True),
+        _Axis("wo_a groups", "groups", cfg.o_groups, 1, False),
+        _Axis("wo_a columns", "groups", columns, BLOCK, False),
+        _Axis("expert columns", "expert_columns", cfg.moe_intermediate_size, BLOCK, False),
     ]
-    if cfg.num_nextn_predict_layers:
-        extents.append(("draft experts", "experts", cfg.dspark_n_routed_experts, 1))
     if cfg.engram_layer_ids:
         outputs = (cfg.hc_mult + 1) * cfg.hidden_size
-        extents.append(("Engram outputs", "engram_outputs", outputs, BLOCK))
+        extents.append(_Axis("Engram outputs", "engram_outputs", outputs, BLOCK, False))
     return extents
 
 
-def _blocks(block: int) -> str:
-    return f" (blocks of {block})" if block > 1 else ""
-
-
-def _shares(shape: tuple[int, ...], ways: list[int]) -> tuple[int, ...]:
-    ways = ways + [1] * (len(shape) - len(ways))
-    return tuple(-(-extent // parts) for extent, parts in zip(shape, ways, strict=True))
+def _expert_counts(cfg: Config) -> list[tuple[str, int]]:
+    drafts = [("draft experts", cfg.dspark_n_routed_experts)]
+    return [("experts", cfg.n_routed_experts)] + (drafts if cfg.num_nextn_predict_layers else [])
 
 
 def _named() -> dict[str, Layout]:

@@ -17,7 +17,7 @@ from dsv41_jax.checkpoint.inventory import TensorSpec, Totals
 from dsv41_jax.config import Config
 from dsv41_jax.layer_plan import LayerPlan, layer_plan
 from sharding.hardware import Hardware
-from sharding.layouts import Layout
+from sharding.layouts import Division, Layout
 
 PHASES = ("decode", "verify", "prefill")
 # Of the bf16 peak: 640 of 790 TFLOP/s, the best published sparse prefill on Hopper.
@@ -88,19 +88,19 @@ def group_weights(local: Mapping[str, TensorSpec]) -> Weights:
 
 
 def step_parts(
-    cfg: Config, layout: Layout, weights: Weights, hardware: Hardware, step: Step
+    cfg: Config, division: Division, weights: Weights, hardware: Hardware, step: Step
 ) -> dict[str, float]:
     """Microseconds of each part of a step on the busiest device; UserError for a figure of the
     hardware that is unknown.
     """
-    require_figures(hardware, layout)
-    model = _Roofline(cfg, layout, weights, hardware, step)
+    require_figures(hardware, division.layout)
+    model = _Roofline(cfg, division, weights, hardware, step)
     parts: dict[str, float] = defaultdict(float)
     for layer in layer_plan(cfg):
-        rows = _rows(cfg, layout, step, layer.index)
+        rows = _rows(cfg, division, step, layer.index)
         for name, us in model.layer(layer, rows).items():
             parts[name] += us
-    for name, us in model.ends(_rows(cfg, layout, step, 0)).items():
+    for name, us in model.ends(_rows(cfg, division, step, 0)).items():
         parts[name] += us
     return dict(parts)
 
@@ -123,7 +123,7 @@ def busiest_experts(experts: int, ranks: int, per_token: int, rows: int) -> floa
     """Distinct experts of the busiest rank (expected): each is touched with probability
     1 - (1 - per_token / experts)^rows, independently.
     """
-    held, missed = experts // ranks, (1 - per_token / experts) ** rows
+    held, missed = -(-experts // ranks), (1 - per_token / experts) ** rows
     below, total = 0.0, 0.0
     for k in range(held):
         below += comb(held, k) * (1 - missed) ** k * missed ** (held - k)
@@ -140,8 +140,8 @@ def mean_capped(start: float, end: float, cap: float) -> float:
     return ((cap - start) * (cap + start) / 2 + (end - cap) * cap) / (end - start)
 
 
-def _rows(cfg: Config, layout: Layout, step: Step, layer: int) -> Rows:
-    requests = -(-step.batch // layout.ways("batch"))
+def _rows(cfg: Config, division: Division, step: Step, layer: int) -> Rows:
+    requests = -(-step.batch // division.ways("batch"))
     if step.phase != "prefill":
         each = 1 + (cfg.dspark_block_size if step.phase == "verify" else 0)
         return Rows(requests, each, step.batch * each, step.context, step.context)
@@ -154,10 +154,14 @@ def _rows(cfg: Config, layout: Layout, step: Step, layer: int) -> Rows:
 @dataclass(frozen=True)
 class _Roofline:
     cfg: Config
-    layout: Layout
+    division: Division
     weights: Weights
     hardware: Hardware
     step: Step
+
+    @property
+    def layout(self) -> Layout:
+        return self.division.layout
 
     def layer(self, layer: LayerPlan, rows: Rows) -> dict[str, float]:
         parts = {
@@ -201,9 +205,9 @@ class _Roofline:
         )
 
     def _experts(self, layer: int, rows: Rows) -> float:
-        cfg, ranks = self.cfg, self.layout.ways("experts")
+        cfg, ranks = self.cfg, self.division.ways("experts")
         routed, shared = self.weights[layer, "experts"], self.weights[layer, "shared"]
-        held = cfg.n_routed_experts // ranks
+        held = -(-cfg.n_routed_experts // ranks)
         # Without experts over the data ranks each of them has a whole copy and its own rows only.
         seen = rows.total if self.layout.experts_over_data else rows.local
         touched = busiest_experts(cfg.n_routed_experts, ranks, cfg.num_experts_per_tok, seen)
@@ -272,7 +276,7 @@ class _Roofline:
         cfg, us = self.cfg, 0.0
         if self.layout.tensor > 1:
             us += 2 * self._all_reduce(rows.local)
-        ranks = self.layout.ways("experts")
+        ranks = self.layout.data if self.layout.experts_over_data else 1
         if ranks > 1:
             elsewhere = (ranks - 1) * (1 - (1 - 1 / ranks) ** cfg.num_experts_per_tok)
             moved = rows.local * elsewhere * cfg.hidden_size * BF16_BYTES

@@ -2,6 +2,7 @@
 
 python -m sharding.sweep --preset flash --devices 8 --phase decode,prefill --batch 1,32
 python -m sharding.sweep --hardware gb300 --set launch_us=1.5 --set collective_us=5
+python -m sharding.sweep --checkpoint DIR --hardware this --measure
 """
 
 import argparse
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from dsv41_jax.checkpoint.fit import kv_bytes_per_token
@@ -20,7 +22,10 @@ from dsv41_jax.errors import UserError
 from sharding.estimate import Estimate, ShardedModel, slot_bytes
 from sharding.hardware import MEANINGS, Hardware, hardware
 from sharding.layouts import LAYOUTS, Layout, layout
+from sharding.measure import Meter
+from sharding.mesh import make_mesh
 from sharding.plot import pareto, plot_front, plotting
+from sharding.probe import this_machine
 from sharding.roofline import PHASES, Step, require_figures
 
 Row = dict[str, Any]
@@ -29,8 +34,8 @@ _SHOWN_PARTS = 3
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to estimate: every layout with every step. left_out: layout name -> why it does not
-    divide the model.
+    """What to estimate: every layout with every step. left_out: layout name -> why it cannot run.
+    meter: what also measures them.
     """
 
     cfg: Config
@@ -38,6 +43,7 @@ class Sweep:
     models: tuple[ShardedModel, ...]
     left_out: dict[str, str]
     steps: tuple[Step, ...]
+    meter: Meter | None = None
 
     def rows(self) -> list[Row]:
         """One row for each layout and step, those of the Pareto front marked."""
@@ -46,6 +52,8 @@ class Sweep:
             for step in self.steps
             for model in self.models
         ]
+        if self.meter:
+            self.meter.fill(rows, self.models, self.steps)
         front = {id(row) for row in pareto(rows)}
         return [row | {"pareto": id(row) in front} for row in rows]
 
@@ -64,13 +72,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--preset", default="flash", help="flash (the default) or tiny")
-    source.add_argument("--checkpoint", metavar="DIR", help="take the config of a checkpoint")
+    source.add_argument("--config", metavar="FILE", help="take a config.json alone")
+    source.add_argument("--checkpoint", metavar="DIR", help="take a checkpoint and its config")
     parser.add_argument("--devices", metavar="N", default="8", help="GPUs at hand (8)")
     parser.add_argument("--layouts", metavar="A,B", default="all", help="all, or names")
     parser.add_argument("--phase", default="decode", help=f"of {', '.join(PHASES)} (decode)")
     parser.add_argument("--batch", metavar="N,N", default="1,8,32,128", help="requests in all")
     parser.add_argument("--context", metavar="N,N", default="8192", help="tokens of a request")
-    parser.add_argument("--hardware", default="h200", help="h200 (the default), gb300 or rubin")
+    parser.add_argument(
+        "--hardware", default="h200", help="h200 (the default), gb300, rubin or this machine: this"
+    )
     parser.add_argument(
         "--set", metavar="NAME=VALUE", action="append", default=[], dest="settings",
         help=f"a figure of the hardware: {', '.join(MEANINGS)}",
@@ -82,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--index-split", action="store_true", help="a tensor group shares the scan of index keys"
     )
+    parser.add_argument(
+        "--measure", action="store_true",
+        help="also run every step on the devices at hand; without a checkpoint: random weights",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="the same numbers for programs")
     parser.add_argument("--plot", metavar="FILE.png", help="tokens/s a user against tokens/s a GPU")
     return parser
@@ -105,9 +120,10 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def read_sweep(arguments: argparse.Namespace) -> Sweep:
     """The checked arguments; UserError for what is not allowed."""
-    from_preset = not arguments.checkpoint
-    cfg = Config.preset(arguments.preset) if from_preset else read_config(arguments.checkpoint)
-    machine = hardware(arguments.hardware).with_settings(arguments.settings)
+    cfg = _config(arguments)
+    this = arguments.hardware == "this"
+    machine = this_machine() if this else hardware(arguments.hardware)
+    machine = machine.with_settings(arguments.settings)
     layouts = _layouts(arguments.layouts, _count("--devices", arguments.devices))
     require_figures(machine, max(layouts, key=lambda each: each.devices))
     phases = _items("--phase", arguments.phase)
@@ -121,14 +137,25 @@ def read_sweep(arguments: argparse.Namespace) -> Sweep:
                 " (max_position_embeddings)"
             )
     batches = [_count("--batch", text) for text in _items("--batch", arguments.batch)]
-    models, left_out = _divide(cfg, layouts, keep_going=arguments.layouts == "all")
+    models, left_out = _divide(
+        cfg, layouts, keep_going=arguments.layouts == "all", here=arguments.measure
+    )
     steps = tuple(
         Step(phase, batch, context, arguments.swa_bounded_replay, arguments.index_split)
         for phase in phases
         for context in contexts
         for batch in batches
     )
-    return Sweep(cfg, machine, models, left_out, steps)
+    meter = Meter(arguments.checkpoint) if arguments.measure else None
+    return Sweep(cfg, machine, models, left_out, steps, meter)
+
+
+def _config(arguments: argparse.Namespace) -> Config:
+    if arguments.checkpoint:
+        return read_config(arguments.checkpoint)
+    if arguments.config:
+        return Config.from_json(Path(arguments.config))
+    return Config.preset(arguments.preset)
 
 
 def _items(option: str, text: str) -> list[str]:
@@ -164,15 +191,21 @@ def _layouts(text: str, devices: int) -> list[Layout]:
 
 
 def _divide(
-    cfg: Config, layouts: Iterable[Layout], *, keep_going: bool
+    cfg: Config, layouts: Iterable[Layout], *, keep_going: bool, here: bool
 ) -> tuple[tuple[ShardedModel, ...], dict[str, str]]:
+    """The models that the layouts divide (here: and the devices at hand can hold), and why others
+    are left out.
+    """
     models, left_out = [], {}
     for each in layouts:
         try:
             models.append(ShardedModel(cfg, each))
+            if here:
+                make_mesh(each)
         except UserError as error:
             if not keep_going:
                 raise
+            models = [model for model in models if model.layout is not each]
             left_out[each.name] = "; ".join(error.problems)
     return tuple(models), left_out
 
@@ -192,6 +225,8 @@ def _row(estimate: Estimate, machine: Hardware) -> Row:
         "kv_tokens_per_device": held.kv_tokens,
         "step_us_estimated": estimate.step_us,
         "step_us_measured": None,
+        "estimate_error": None,
+        "collectives": None,
         "parts_us": dict(estimate.parts),
         "tokens_per_s_user": estimate.tokens_per_s_user,
         "tokens_per_s_gpu": gpu,
@@ -219,7 +254,8 @@ def table(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     """The lines that people read: weights by layout, then the estimates."""
     slot = sum(slot_bytes(sweep.cfg).values())
     replay = "with" if sweep.steps[0].bounded_replay else "without"
-    lines = [f"{sweep.machine.label}; times are estimates, nothing was measured"]
+    lines = [f"{sweep.machine.label}; times are estimates"]
+    lines[0] += "" if sweep.meter else ", nothing was measured"
     if any(step.phase == "prefill" for step in sweep.steps):
         lines.append(f"prefill {replay} bounded replay")
     lines.append("")
@@ -230,7 +266,12 @@ def table(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
         " reserved for temporaries"
     )
     lines += [f"left out: {name}: {why}" for name, why in sweep.left_out.items()]
+    lines += [
+        f"{model.layout.name}: {note}" for model in sweep.models for note in model.division.notes
+    ]
     lines += ["", *_columns(_step_lines(rows)), "* on the Pareto front of its phase and context"]
+    if sweep.meter:
+        lines += ["", *_columns(_measured_lines(rows))]
     return lines
 
 
@@ -255,6 +296,21 @@ def _step_lines(rows: Iterable[Row]) -> list[list[str]]:
             "yes" if row["fits"] else "no", _gb(row["bytes_per_device"]),
             f"{row['step_us_estimated'] / 1e3:.3g}", _rate(row["tokens_per_s_user"]),
             _rate(row["tokens_per_s_gpu"]), "*" if row["pareto"] else "", ", ".join(shares),
+        ])  # fmt: skip
+    return lines
+
+
+def _measured_lines(rows: Iterable[Row]) -> list[list[str]]:
+    lines = [["layout", "phase", "batch", "context", "measured ms", "error", "collectives"]]
+    for row in rows:
+        kinds = [
+            f"{kind} {found['count']} ({found['nbytes'] / 1e3:.3g} kB)"
+            for kind, found in row["collectives"].items()
+        ]
+        lines.append([
+            row["layout"], row["phase"], str(row["batch"]), str(row["context"]),
+            f"{row['step_us_measured'] / 1e3:.3g}", f"{row['estimate_error']:+.0%}",
+            ", ".join(kinds) or "none",
         ])  # fmt: skip
     return lines
 

@@ -13,6 +13,7 @@ from dsv41_jax.checkpoint.orbax import OrbaxCheckpoint, is_orbax
 from dsv41_jax.checkpoint.parameters import Value, is_engram_table
 from dsv41_jax.checkpoint.read import Progress, ReleasedCheckpoint, read_config
 from dsv41_jax.config import Config
+from dsv41_jax.dspark import check_block_size
 from dsv41_jax.engram import TokenMap
 from dsv41_jax.errors import collected
 from dsv41_jax.model import Model
@@ -20,6 +21,7 @@ from dsv41_jax.tokenizer import Tokenizer, token_map
 from pallas_kernels.numerics import Numerics
 
 Place = Callable[[str, Value], Any]
+Padded = Callable[[str, tuple[int, ...]], tuple[int, ...]]
 
 
 def load_model(
@@ -44,10 +46,11 @@ def load_model(
     directory = Path(directory)
     cfg = read_config(directory)
     source = OrbaxCheckpoint if is_orbax(directory) else ReleasedCheckpoint
-    checkpoint, mapped = collected(
+    checkpoint, mapped, _ = collected(
         str(directory),
         lambda: source(directory, cfg, speculation=speculation),
-        lambda: token_map(Tokenizer.from_dir(directory, cfg), cfg)[0],
+        lambda: read_token_map(directory, cfg),
+        lambda: check_block_size(cfg, speculation=speculation),
     )
     stream = checkpoint.stream(numerics, engram=engram, progress=progress)
     placed = _placed(stream, place or _first_device, engram)
@@ -56,13 +59,24 @@ def load_model(
     return model
 
 
+def read_token_map(directory: Path, cfg: Config) -> np.ndarray:
+    """Compressed ids of the ids of a checkpoint's tokenizer (ARCHITECTURE 9.1)."""
+    return token_map(Tokenizer.from_dir(directory, cfg), cfg)[0]
+
+
 def fill_model(
-    values: Iterable[tuple[str, Any]], cfg: Config, *, numerics: Numerics, mtp: bool
+    values: Iterable[tuple[str, Any]],
+    cfg: Config,
+    *,
+    numerics: Numerics,
+    mtp: bool,
+    padded: Padded = lambda _path, shape: shape,
 ) -> Model:
     """Build a Model and give each of its parameters the value of that path; the token map is unset.
 
     ValueError unless paths, shapes and dtypes are exactly those of the model; a value that stays
-    on the host (NumPy) may keep its stored encoding.
+    on the host (NumPy) may keep its stored encoding. `padded(path, shape)`: the shape that the
+    values have instead of a plane's own.
     """
     abstract = nnx.eval_shape(lambda: Model(cfg, numerics=numerics, rngs=nnx.Rngs(0), mtp=mtp))
     graph, state, derived = nnx.split(abstract, nnx.Param, TokenMap)
@@ -73,7 +87,11 @@ def fill_model(
         if path not in slots:
             problems.append(f"{path}: the model has no such parameter")
             continue
-        want, got = _leaves(slots[path].get_value()), _leaves(value)
+        want = [
+            _leaf(padded(path, leaf.shape), leaf.dtype)
+            for leaf in jax.tree.leaves(slots[path].get_value())
+        ]
+        got = [_leaf(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(value)]
         on_host = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value))
         if want != got and not on_host:
             problems.append(f"{path}: holds {got}, the model expects {want}")
@@ -92,8 +110,8 @@ def model_parameters(model: Model) -> dict[str, Any]:
     return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
 
 
-def _leaves(value: Any) -> list[str]:
-    return [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(value)]
+def _leaf(shape: tuple[int, ...], dtype: Any) -> str:
+    return f"{dtype}{list(shape)}"
 
 
 def _first_device(_path: str, value: Value) -> Any:

@@ -5,7 +5,8 @@ Layout: `params/` (Orbax), `config.json`, and `tokenizer.json` if there is one. 
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +74,19 @@ def orbax_to_released(
     )
 
 
-def read_orbax(directory: str | Path) -> dict[str, Value]:
+def read_orbax(
+    directory: str | Path, restore: Callable[[str, Any], Any] | None = None
+) -> dict[str, Any]:
     """Parameter path -> packed value of an Orbax checkpoint, on the host.
 
+    `restore(path, abstract array)`: Orbax' restore arguments of each plane, for arrays elsewhere.
     UserError naming every parameter that is missing, unknown, or of another shape or dtype than
     the config beside it implies.
     """
     directory = Path(directory).absolute()
     wanted = _expected(read_config(directory), _stored(directory), directory)
-    template = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+    restore = restore or (lambda _path, _plane: ocp.RestoreArgs(restore_type=np.ndarray))
+    template = {path: jax.tree.map(partial(restore, path), value) for path, value in wanted.items()}
     try:
         with ocp.PyTreeCheckpointer() as reader:
             arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=template)

@@ -104,15 +104,19 @@ def read_config(directory: str | Path) -> Config:
     return Config.from_json(Path(directory) / "config.json")
 
 
-def value_fault(array: np.ndarray, dtype: str) -> str | None:
-    """What is wrong with the stored values of a tensor of safetensors dtype `dtype`, or None."""
+def value_fault(array: np.ndarray, dtype: str, origin: tuple[int, ...] | None = None) -> str | None:
+    """What is wrong with the stored values of a tensor of safetensors dtype `dtype`, or None.
+
+    origin: where `array` begins within its tensor, if it is a part of one.
+    """
+    origin = origin or (0,) * array.ndim
     flat = array.reshape(-1)
     for start in range(0, flat.size, _CHUNK):
         bad = _bad_values(flat[start : start + _CHUNK], dtype)
         if bad.any():
             where = np.unravel_index(start + int(bad.argmax()), array.shape)
             what = {"F8_E8M0": "UE8M0 byte 255 (NaN)", "F8_E4M3": "a NaN code"}
-            place = ", ".join(str(i) for i in where)
+            place = ", ".join(str(i + o) for i, o in zip(where, origin, strict=True))
             return f"holds {what.get(dtype, 'a value that is not finite')} at [{place}]"
     return None
 

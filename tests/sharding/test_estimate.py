@@ -274,5 +274,5 @@ def test_a_step_is_checked(values, named):
 
 
 def test_a_layout_that_does_not_divide_is_refused():
-    with pytest.raises(UserError, match="layout tp4: wo_a groups = 2"):
-        ShardedModel(Config.preset("tiny"), layout("tp4"))
+    with pytest.raises(UserError, match="layout tp8: vocabulary = 129284"):
+        ShardedModel(replace(FLASH, vocab_size=129284), layout("tp8"))

@@ -1,9 +1,11 @@
 """`python -m sharding.sweep`: rows, front, table, and bad input."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from dsv41_jax.config import Config
 from sharding.hardware import MACHINES
 from sharding.plot import pareto
 from sharding.sweep import main
@@ -57,20 +59,30 @@ def test_rows_for_programs(tmp_path, capsys):
 def test_all_layouts_that_the_devices_hold(tmp_path, capsys):
     document = swept(tmp_path, "--preset", "tiny", "--context", "64", "--batch", "2")
     assert [r["layout"] for r in document["rows"]] == [
-        "tp1", "tp2", "dep2", "dep4", "tp2xdp2", "tp2xdep2", "tp2xdp4", "tp2xdep4",
+        "tp1", "tp2", "tp4", "tp8", "dep2", "dep4", "dep8",
+        "tp2xdp2", "tp2xdep2", "tp2xdp4", "tp2xdep4", "tp4xdp2", "tp4xdep2",
     ]  # fmt: skip
-    assert set(document["left_out"]) == {"tp4", "tp8", "dep8", "tp4xdp2", "tp4xdep2"}
-    assert document["left_out"]["dep8"] == "draft experts = 4: must be divisible by 8"
-    assert "left out: dep8: draft experts = 4" in capsys.readouterr().out
+    assert document["left_out"] == {}
+    assert "dep8: draft experts = 4: padded to 8" in capsys.readouterr().out
+
+
+def test_layouts_that_do_not_divide_are_left_out_with_the_reason(tmp_path, capsys):
+    cfg = replace(Config.preset("tiny"), vocab_size=516)
+    (tmp_path / "config.json").write_text(json.dumps(cfg.to_json_dict()))
+    document = swept(tmp_path, "--checkpoint", str(tmp_path), "--context", "64", "--batch", "2")
+    assert document["left_out"] == {"tp8": "vocabulary = 516: must be divisible by 8"}
+    assert "left out: tp8: vocabulary = 516" in capsys.readouterr().out
+    ours = ["--checkpoint", str(tmp_path), "--context", "8", "--layouts", "tp8"]
+    assert main(ours) == 2
+    assert "layout tp8: vocabulary = 516" in capsys.readouterr().err
 
 
 def test_a_checkpoint_gives_its_own_config(tmp_path):
-    from dsv41_jax.config import Config
-
     (tmp_path / "config.json").write_text(json.dumps(Config.preset("tiny").to_json_dict()))
     ours = ["--layouts", "tp1", "--batch", "1", "--context", "64"]
     rows = swept(tmp_path, "--checkpoint", str(tmp_path), *ours)["rows"]
     assert rows == swept(tmp_path, "--preset", "tiny", *ours)["rows"]
+    assert rows == swept(tmp_path, "--config", str(tmp_path / "config.json"), *ours)["rows"]
 
 
 def test_replay_switch(tmp_path, capsys):
@@ -123,14 +135,17 @@ def test_no_figure_is_a_guess():
         (["--layouts", "tp3"], "layout 'tp3': must be one of tp1"),
         (["--layouts", "tp8,"], "--layouts 'tp8,': must be a list"),
         (["--layouts", "dep16"], "layout dep16: needs 16 devices, --devices is 8"),
-        (["--preset", "tiny", "--context", "8", "--layouts", "tp4"], "layout tp4: wo_a groups = 2"),
         (["--devices", "32"], "network_gbps"),
         (["--devices", "0"], "--devices '0': must be a whole number"),
         (["--batch", "1,-2"], "--batch '-2': must be a whole number"),
         (["--batch", "x"], "--batch 'x'"),
         (["--context", "9999999"], "--context 9999999: must be at most 1048576"),
         (["--phase", "train"], "--phase 'train': must be of decode"),
-        (["--hardware", "h100"], "hardware 'h100': must be one of h200, gb300, rubin"),
+        (["--hardware", "h100"], "hardware 'h100': must be one of h200, gb300, rubin, this"),
+        (
+            ["--devices", "16", "--layouts", "dep16", "--set", "network_gbps=50", "--measure"],
+            "layout dep16: needs 16 devices, ",
+        ),
         (["--set", "speed=1"], "--set speed=1: must be NAME=VALUE of"),
         (["--set", "sms"], "--set sms: sms must be a number above 0"),
         (["--set", "launch_us=-1"], "launch_us must be a number of at least 0"),
@@ -138,6 +153,7 @@ def test_no_figure_is_a_guess():
         (["--set", "cache_factor=2"], "cache_factor must be at most 1"),
         (["--preset", "huge"], "preset 'huge'"),
         (["--checkpoint", "no/such/place"], "no/such/place"),
+        (["--config", "no/such/config.json"], "no/such/config.json: cannot be read"),
         (["--json", "no/such/place.json"], "no/such/place.json: cannot be written"),
         (["--plot", "front.pdf"], "--plot front.pdf: must end in .png"),
     ],
