@@ -5,19 +5,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dsv41_jax.dspark import check_block_size
 from dsv41_jax.errors import UserError
 from dsv41_jax.model import Model
 from dsv41_jax.ops import Ops
 from dsv41_jax.tokenizer import Tokenizer
 from serving.compile_counter import CompileCounter
 from serving.executor import EngineOptions, Executor, InFlight
+from serving.forwards_speculative import Verified
 from serving.output import TextOutput
 from serving.pages import PagePool
 from serving.prefix_cache import PrefixCache
 from serving.request import Request, TokenLogprobs, check_request
 from serving.scheduler import Limits, Scheduler
 from serving.sequence import Sequence, Stage
-from serving.tokens import host_tokens, prompt_tokens
+from serving.speculative import Acceptance
+from serving.tokens import host_blocks, host_tokens, prompt_tokens
+from sharding.place import Placement
+from sharding.watchdog import Watchdog
 
 if TYPE_CHECKING:  # llguidance is there for who uses grammars
     from serving.grammars import Grammars
@@ -47,14 +52,21 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         executables: dict | None = None,
         grammars: "Grammars | None" = None,
+        placement: Placement | None = None,
     ):
         """``executables``: ``executor.programs.executables`` of an engine over the same model and
         options but for switches, to share what it compiled. ``grammars``: those of the tokenizer,
-        if requests may have one.
+        if requests may have one. ``placement``: of a model that is spread over devices.
         """
         self.cfg, self.options, self.tokenizer = model.cfg, options, tokenizer
         self.grammars = grammars
-        self.executor = Executor(model, ops, options)
+        if options.speculation is not None:
+            check_block_size(model.cfg, speculation=True)
+            if not model.mtp:
+                raise UserError("speculation: the checkpoint has no complete mtp.* stages")
+        self.executor = Executor(model, ops, options, placement)
+        self.watchdog = Watchdog(options.step_timeout_s) if placement else None
+        self.steps_read = 0
         if executables is not None:
             self.executor.programs.executables = executables
         self.pool = PagePool(options.pages)
@@ -66,9 +78,12 @@ class Engine:
             prefill=tuple(sorted(options.prefill)),
             replay=options.replay,
             prefix_cache=options.prefix_cache,
+            drafts=options.speculation.length if options.speculation else 0,
+            max_drafting=options.speculation.max_batch if options.speculation else 0,
         )
         self.scheduler = Scheduler(limits, self.pool, self.prefix_cache)
         self.compiles = CompileCounter()
+        self.acceptance = Acceptance()
         self.pending: InFlight | None = None
         self._arrivals = 0
 
@@ -158,9 +173,12 @@ class Engine:
         return self._read(ready)
 
     def _read(self, flight: InFlight | None) -> list[Event]:
-        """Wait for a step and hand its tokens to their sequences."""
+        """Wait for a step and hand its tokens to their sequences. StuckStep if it does not end."""
         if flight is None:
             return []
+        if self.watchdog:
+            self.watchdog.wait(flight.arrays, str(self.steps_read))
+        self.steps_read += 1
         for scores, chunks in flight.scores:
             for chunk, tokens in zip(chunks, prompt_tokens(scores, chunks), strict=False):
                 chunk.sequence.result.prompt_logprobs += tokens
@@ -169,9 +187,27 @@ class Engine:
             for sequence, token in zip(owners, host_tokens(sampled, len(owners)), strict=True):
                 if sequence is not None and sequence.stage is not Stage.DONE:
                     taken.append((sequence, token))
+        for verified, blocks in flight.verified:
+            taken += self._settled(verified, blocks)
         if self.grammars is not None:
             self.grammars.advance([(s.matcher, t.token_id) for s, t in taken if s.matcher])
-        return [self._take(sequence, token) for sequence, token in taken]
+        # A token of a block may end its sequence before the next one.
+        return [self._take(s, token) for s, token in taken if s.stage is not Stage.DONE]
+
+    def _settled(
+        self, verified: Verified, owners: list[tuple[Sequence, int]]
+    ) -> list[tuple[Sequence, TokenLogprobs]]:
+        """The tokens of a step with drafts; what the host did not know of it is settled."""
+        taken = []
+        blocks = host_blocks(verified, len(owners))
+        for (sequence, drafts), (tokens, drafted) in zip(owners, blocks, strict=True):
+            sequence.settle(drafts, len(tokens))
+            if sequence.stage is not Stage.DONE:
+                self.acceptance.add(drafted, len(tokens) - 1)
+                sequence.result.drafted += drafted
+                sequence.result.accepted += len(tokens) - 1
+                taken += [(sequence, token) for token in tokens]
+        return taken
 
     def _take(self, sequence: Sequence, token: TokenLogprobs) -> Event:
         result, now = sequence.result, time.perf_counter()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,14 +11,17 @@ from dsv41_jax.cache import Cache, CacheShape, kv_bytes_per_token
 from dsv41_jax.model import Model
 from dsv41_jax.ops import Ops
 from serving.batch import Segment, build_rows, build_targets, everything
-from serving.buckets import Bucket
+from serving.buckets import Bucket, DecodeBatch
+from serving.forwards_speculative import Verified
 from serving.logit_rules import PROMPT
-from serving.programs import Programs
+from serving.programs import READERS, Programs
 from serving.replay import decoder_floor, window_floor
 from serving.sampler import RowScores, Sampled, Sampling
 from serving.scheduler import Chunk, Plan
 from serving.sequence import Sequence, Stage
 from serving.slots import SlotTable
+from serving.speculative import Speculation
+from sharding.place import Placement
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class EngineOptions:
     the largest must hold every slot. replay: bounded replay on both sides; off also means that no
     cached prefix is used. overlap: dispatch a step before the one before it is read. logprobs: most
     alternatives a token. prompt_logprobs: whether requests may ask for them (one program more a
-    prefill shape).
+    prefill shape). step_timeout_s: how long a step of a model that is spread over devices may take
+    before it counts as stuck. speculation: None for plain decoding.
     """
 
     slots: int = 8
@@ -43,6 +48,8 @@ class EngineOptions:
     prompt_logprobs: bool = True
     max_stop_ids: int = 8
     max_bias_ids: int = 300
+    step_timeout_s: float = 60.0
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         if max(self.decode) < self.slots:
@@ -57,16 +64,30 @@ class EngineOptions:
 
 @dataclass
 class InFlight:
-    """What a step dispatched: sampled arrays and whose row is whose, and scores of prompt rows."""
+    """What a step dispatched: sampled arrays and whose row is whose, blocks with drafts and how
+    many of them each owner took, and scores of prompt rows.
+    """
 
     sampled: list[tuple[Sampled, list[Sequence | None]]] = field(default_factory=list)
+    verified: list[tuple[Verified, list[tuple[Sequence, int]]]] = field(default_factory=list)
     scores: list[tuple[RowScores, list[Chunk]]] = field(default_factory=list)
+
+    @property
+    def arrays(self) -> list[Sampled | Verified | RowScores]:
+        """What the host will read."""
+        return [found for found, _ in (*self.sampled, *self.verified, *self.scores)]
 
 
 class Executor:
     """The device side of the engine; ``run`` dispatches and waits for nothing but older saves."""
 
-    def __init__(self, model: Model, ops: Ops, options: EngineOptions):
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        options: EngineOptions,
+        placement: Placement | None = None,
+    ):
         self.cfg, self.options = model.cfg, options
         shape = CacheShape(options.slots, options.pages, options.page_size)
         self.programs = Programs(
@@ -76,6 +97,8 @@ class Executor:
             logprobs=options.logprobs,
             max_stop_ids=options.max_stop_ids,
             max_bias_ids=options.max_bias_ids,
+            placement=placement,
+            speculation=options.speculation,
         )
         self.cache = self.programs.new_cache()
         self.kv_bytes_per_token = kv_bytes_per_token(self.cache, shape)
@@ -105,7 +128,7 @@ class Executor:
             state = self.programs("take_state", bucket, self.cache, *place)
             inputs = *place, jax.tree.map(np.asarray, state)
         out = self.programs(name, bucket, self.cache, *inputs)
-        if name != "take_state":
+        if name not in READERS:
             self.cache = out if isinstance(out, Cache) else out[0]
 
     def run(self, plan: Plan) -> InFlight:
@@ -117,8 +140,10 @@ class Executor:
         for sequence in plan.resume:
             self._restore(sequence)
         self._prefill(plan.chunks, flight)
-        if plan.decode:
+        if plan.decode and self.options.speculation is None:
             self._decode(plan.decode, flight)
+        elif plan.decode:
+            self._verify(plan.decode, plan.drafts, flight)
         return flight
 
     def _prefill(self, chunks: list[Chunk], flight: InFlight) -> None:
@@ -186,14 +211,34 @@ class Executor:
         self._keep(sampled, [*sequences], flight)
 
     def _decode(self, sequences: list[Sequence], flight: InFlight) -> None:
+        bucket, batch, sampling = self._decode_inputs(sequences)
+        sampling = self._with_grammars("decode", bucket, sampling, sequences)
+        self.cache, decoded = self.programs("decode", bucket, self.cache, batch, sampling)
+        self._keep(decoded.sampled, [*sequences], flight)
+
+    def _verify(self, sequences: list[Sequence], drafts: int, flight: InFlight) -> None:
+        """Draft and verify without the host in between; without drafts a row a request."""
+        one, batch, sampling = self._decode_inputs(sequences)
+        ids: Any = np.zeros((one.requests, 0), np.int32)
+        if drafts:
+            ids = self.programs("draft", replace(one, rows=drafts), self.cache, batch).ids
+        owners = [(sequence, sequence.drafts(drafts)) for sequence in sequences]
+        allowed = np.zeros(one.requests, np.int32)
+        allowed[: len(owners)] = [own for _, own in owners]
+        bucket = replace(one, rows=1 + drafts)
+        sampling = self._with_grammars("verify", bucket, sampling, sequences)
+        inputs = batch, sampling, ids, allowed
+        self.cache, verified = self.programs("verify", bucket, self.cache, *inputs)
+        for sequence, own in owners:
+            sequence.dispatch(own)
+        flight.verified.append((verified, owners))
+
+    def _decode_inputs(self, sequences: list[Sequence]) -> tuple[Bucket, DecodeBatch, Sampling]:
         for sequence in sequences:
             self.table.update_pages(sequence)
         places = min(n for n in self.options.decode if n >= len(sequences))
         bucket = self._bucket(places, 1)
-        batch, sampling = self.table.decode_inputs([s.slot for s in sequences], bucket)
-        sampling = self._with_grammars("decode", bucket, sampling, sequences)
-        self.cache, decoded = self.programs("decode", bucket, self.cache, batch, sampling)
-        self._keep(decoded.sampled, [*sequences], flight)
+        return bucket, *self.table.decode_inputs([s.slot for s in sequences], bucket)
 
     def _with_grammars(
         self, name: str, bucket: Bucket, sampling: Sampling, owners: Iterable[Sequence | None]
@@ -226,7 +271,7 @@ class Executor:
     def _keep(self, sampled: Sampled, owners: list[Sequence | None], flight: InFlight) -> None:
         for sequence in owners:
             if sequence is not None:
-                sequence.dispatched += 1
+                sequence.dispatch(0)
                 sequence.stage = Stage.DECODE
         flight.sampled.append((sampled, owners))
 
@@ -303,5 +348,19 @@ class Executor:
             places = sorted({requests for requests, _ in options.prefill})
             window = self.cfg.sliding_window
             wanted += [("replay", self._bucket(count, window)) for count in places]
-        wanted += [("decode", self._bucket(count, 1)) for count in options.decode]
+        wanted += self._decoding()
         return wanted + [(name, self._one) for name in ("take_state", "put_state", "set_counts")]
+
+    def _decoding(self) -> list[tuple[str, Bucket]]:
+        """What decode steps need: with speculation, drafts wherever so few requests may decode."""
+        ones = [self._bucket(count, 1) for count in sorted(self.options.decode)]
+        speculation = self.options.speculation
+        if speculation is None:
+            return [("decode", one) for one in ones]
+        wanted = [("verify", one) for one in ones]
+        fewer = [0, *(one.requests for one in ones)]
+        for one, below in zip(ones, fewer, strict=False):
+            if below < speculation.max_batch:
+                wanted.append(("draft", replace(one, rows=speculation.length)))
+                wanted.append(("verify", replace(one, rows=1 + speculation.length)))
+        return wanted

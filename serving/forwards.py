@@ -72,23 +72,28 @@ def decode(
     steps: int,
 ) -> tuple[Cache, Decoded]:
     step = partial(_decode_step, model, ops, sampling, logprobs)
+    if steps == 1:
+        cache, sampled, following = step(cache, batch)
+        sampled, active = jax.tree.map(lambda leaf: leaf[None], (sampled, batch.active))
+        return cache, Decoded(sampled, active, following)
     sampled = jax.eval_shape(step, cache, batch)[1]
     outputs = jax.tree.map(
         lambda leaf: jnp.zeros((steps, *leaf.shape), leaf.dtype), (sampled, batch.active)
     )
 
+    def going(batch: DecodeBatch) -> Array:
+        """Whether any rank has an active row: ranks must run the same number of steps."""
+        return ops.anywhere(jnp.any(batch.active))
+
     def body(state: tuple) -> tuple:
-        i, cache, batch, outputs = state
+        i, _, cache, batch, outputs = state
         cache, new, following = step(cache, batch)
         outputs = jax.tree.map(lambda out, leaf: out.at[i].set(leaf), outputs, (new, batch.active))
-        return i + 1, cache, following, outputs
+        return i + 1, going(following), cache, following, outputs
 
-    state = (jnp.int32(0), cache, batch, outputs)
-    if steps == 1:
-        state = body(state)
-    else:
-        state = jax.lax.while_loop(lambda s: (s[0] < steps) & jnp.any(s[2].active), body, state)
-    _, cache, batch, (sampled, active) = state
+    state = (jnp.int32(0), going(batch), cache, batch, outputs)
+    state = jax.lax.while_loop(lambda s: (s[0] < steps) & s[1], body, state)
+    _, _, cache, batch, (sampled, active) = state
     return cache, Decoded(sampled, active, batch)
 
 
@@ -131,12 +136,15 @@ def _first_token(
     counts = None if cache.counts is None else cache.counts[rows.slot]
     position = rows.start + rows.length
     sampled = sample(logits, sampling, position, logprobs=logprobs, counts=counts)
+    sampled = ops.agree(sampled)
     live = rows.length > 0
     slot = jnp.where(live, rows.slot, cache.last_token.shape[0])
     cache = replace(cache, last_token=cache.last_token.at[slot].set(sampled.token, mode="drop"))
     if cache.counts is not None:
         counts = counted(cache.counts, rows.slot, sampled.token, live)
         cache = replace(cache, counts=counts)
+    if cache.position is not None:
+        cache = replace(cache, position=cache.position.at[slot].set(position, mode="drop"))
     return cache, sampled
 
 

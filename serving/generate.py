@@ -4,14 +4,17 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dsv41_jax.checkpoint.load import load_model
+from dsv41_jax.checkpoint.read import read_config
 from dsv41_jax.command import exit_status, progress_line
+from dsv41_jax.config import Config
 from dsv41_jax.errors import UserError
 from dsv41_jax.model import Model
+from dsv41_jax.moe import repack_experts
 from dsv41_jax.ops import Ops
 from dsv41_jax.prompt import parse_token_ids, prompt_ids, read_text
 from dsv41_jax.score import default_numerics
@@ -22,7 +25,11 @@ from serving.engine import Engine, Event
 from serving.executor import EngineOptions
 from serving.request import Request, Result, TokenLogprobs, check_request
 from serving.sequence import Sequence
+from serving.speculative import add_options, speculation_of
 from sharding.build import build_ops
+from sharding.layouts import LAYOUTS
+from sharding.place import Placement, load_placed, place
+from sharding.repack import repack_placed
 
 MAX_LOGPROBS = 20
 
@@ -34,17 +41,46 @@ class Loaded:
     model: Model
     tokenizer: Tokenizer
     ops: Ops
+    placement: Placement | None = None
 
 
 def load(
-    checkpoint: str | Path, numerics: Numerics, *, kernels: str = "auto", layout: str = "tp1"
+    checkpoint: str | Path,
+    numerics: Numerics,
+    *,
+    kernels: str = "auto",
+    layout: str = "tp1",
+    speculation: bool = False,
 ) -> Loaded:
-    """Model, tokenizer and operations of a checkpoint directory; UserError names whatever is wrong
-    with it.
+    """Model, tokenizer and operations of a checkpoint directory, on the devices of a layout;
+    UserError names whatever is wrong with it, or with the layout before anything is loaded.
+    speculation: the draft stages must be there.
     """
-    ops = build_ops(layout, numerics, kernels)
-    model = load_model(checkpoint, numerics=numerics)
-    return Loaded(model, Tokenizer.from_dir(checkpoint, model.cfg), ops)
+    cfg = read_config(checkpoint)
+    placement = _placement(layout, cfg)
+    ops = build_ops(placement.division if placement else layout, numerics, kernels)
+    if placement is None:
+        model = load_model(checkpoint, numerics=numerics, speculation=speculation)
+        repack_experts(model, kernels)
+    else:
+        model = load_placed(checkpoint, placement, numerics=numerics, speculation=speculation)
+        repack_placed(model, placement, kernels)
+    return Loaded(model, Tokenizer.from_dir(checkpoint, cfg), ops, placement)
+
+
+def _placement(layout: str, cfg: Config) -> Placement | None:
+    """None for one device."""
+    placement = place(layout, cfg)
+    if placement.division.ways("batch") > 1:
+        ours = [name for name, each in LAYOUTS.items() if each.data == 1]
+        raise UserError(
+            f"layout {layout}: the engine has one data rank; must be one of {', '.join(ours)}"
+        )
+    if placement.division.layout.devices == 1:
+        return None
+    for note in (*placement.division.notes, "every rank holds a copy of the cache"):
+        progress_line(f"layout {layout}: {note}")
+    return placement
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         "--chunk-size", type=int, default=512, metavar="N", help="most prompt rows a dispatch"
     )
     parser.add_argument("--layout", default="tp1", metavar="NAME")
+    add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -100,13 +137,19 @@ def _generate(arguments: argparse.Namespace) -> None:
     text = arguments.prompt if arguments.prompt_file is None else read_text(arguments.prompt_file)
     given = parse_token_ids(arguments.token_ids) if arguments.token_ids is not None else None
     numerics = default_numerics(arguments.numerics)
+    speculation = speculation_of(arguments)
     loaded = load(
-        arguments.checkpoint, numerics, kernels=arguments.kernels, layout=arguments.layout
+        arguments.checkpoint,
+        numerics,
+        kernels=arguments.kernels,
+        layout=arguments.layout,
+        speculation=speculation is not None,
     )
     prompt = prompt_ids(loaded.tokenizer, text) if given is None else given
     request = _request(arguments, loaded, prompt)
     check_request(request, loaded.model.cfg)
-    engine = Engine(loaded.model, loaded.ops, _options(arguments, request), loaded.tokenizer)
+    options = replace(_options(arguments, request), speculation=speculation)
+    engine = Engine(loaded.model, loaded.ops, options, loaded.tokenizer, placement=loaded.placement)
     engine.warm_up(progress=progress_line)
     if arguments.json:
         sequence = engine.run([request])[0]
@@ -195,8 +238,8 @@ def _logprobs(token: TokenLogprobs) -> dict[str, Any]:
 
 
 def stats(result: Result, engine: Engine) -> dict[str, float | int]:
-    """The figures every report shows."""
-    return {
+    """The figures every report shows, and those of the drafts if there may be any."""
+    shown: dict[str, float | int] = {
         "ttft_ms": round(result.ttft_ms, 3),
         "tpot_ms": round(result.tpot_ms, 3),
         "cached_tokens": result.cached_tokens,
@@ -205,6 +248,11 @@ def stats(result: Result, engine: Engine) -> dict[str, float | int]:
         "compiles_after_warmup": engine.compiles.count,
         "kv_bytes_per_token": engine.executor.kv_bytes_per_token,
     }
+    if engine.options.speculation is not None:
+        shown |= {"draft_tokens": result.drafted, "accepted_tokens": result.accepted}
+        shown["tokens_per_step"] = round(engine.acceptance.tokens_per_step, 3)
+        shown |= engine.options.speculation.marks
+    return shown
 
 
 if __name__ == "__main__":

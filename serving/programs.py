@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from dsv41_jax.cache import Cache, CacheShape, new_cache
 from dsv41_jax.compiling import jit
@@ -16,7 +17,10 @@ from dsv41_jax.ops import Ops
 from serving.batch import build_rows, neutral_decode, neutral_sampling
 from serving.buckets import Bucket, DecodeBatch
 from serving.forwards import Decoded, decode, encode, prefill_full, prefill_scored, replay
+from serving.forwards_speculative import draft, verify
+from serving.speculative import Speculation
 from serving.swap import put_state, set_counts, take_state
+from sharding.place import BY_RANK, BY_RANK_LATER, REPLICATED, Placement
 
 __all__ = ["Bucket", "DecodeBatch", "Decoded", "Programs"]
 
@@ -26,15 +30,27 @@ FORWARDS = {
     "prefill_full": prefill_full,
     "prefill_scored": prefill_scored,
     "decode": decode,
+    "draft": draft,
+    "verify": verify,
+}
+# Of programs whose outputs are not all led by requests or slots: decode stacks its steps.
+OUTPUT_SPECS = {
+    "decode": (BY_RANK, Decoded(BY_RANK_LATER, BY_RANK_LATER, BY_RANK)),
+    "take_state": REPLICATED,
 }
 MOVES = {"take_state": take_state, "put_state": put_state, "set_counts": set_counts}
+READERS = "take_state", "draft"
 
 
 class Programs:
     """The executables over one model and cache; state and parameters are split once.
 
     logprobs: alternatives that every sampled token reports. max_bias_ids: None for sampling
-    without logit rules; otherwise the cache also counts tokens.
+    without logit rules; otherwise the cache also counts tokens. speculation: with it the cache
+    holds draft windows and positions, as ``draft`` and ``verify`` need them. placement: where the
+    model lies if it is spread over devices; the programs then run under ``shard_map``. ``shape`` is
+    then that of one data rank; slots and pages count from 0 on each of them, whose inputs and
+    outputs stand one after the other on the axis of the requests.
     """
 
     def __init__(
@@ -46,29 +62,48 @@ class Programs:
         logprobs: int = 0,
         max_stop_ids: int = 1,
         max_bias_ids: int | None = None,
+        speculation: Speculation | None = None,
+        placement: Placement | None = None,
     ):
+        self.placement = placement
         self.graph, self.params = nnx.split(model)
         self.cfg, self.ops, self.shape = model.cfg, ops, shape
         self.logprobs, self.max_stop_ids = logprobs, max_stop_ids
-        self.max_bias_ids = max_bias_ids
+        self.max_bias_ids, self.speculation = max_bias_ids, speculation
         self.executables: dict[tuple[str, Bucket], Any] = {}
 
+    @property
+    def ranks(self) -> int:
+        """Data ranks."""
+        return self.placement.division.ways("batch") if self.placement else 1
+
     def new_cache(self) -> Cache:
-        counts = self.max_bias_ids is not None
-        return new_cache(self.cfg, self.ops.numerics, self.shape, counts=counts)
+        return jit(self._empty_cache)() if self.placement else self._empty_cache()
+
+    def _empty_cache(self) -> Cache:
+        """The cache as it is traced; of all ranks."""
+        if self.placement is None:
+            return self._rank_cache()
+        return self.placement.over_ranks(self._rank_cache, (), BY_RANK)()
+
+    def _rank_cache(self) -> Cache:
+        counts, drafts = self.max_bias_ids is not None, self.speculation is not None
+        return new_cache(self.cfg, self.ops.numerics, self.shape, counts=counts, drafts=drafts)
 
     def compile(self, name: str, bucket: Bucket) -> Any:
         """The executable of a program for a bucket, compiled the first time it is asked for."""
         if (name, bucket) not in self.executables:
-            cache = jax.eval_shape(self.new_cache)
-            inputs = self.input_shapes(name, bucket)
-            donate = () if name == "take_state" else (1,)
+            cache, inputs = jax.eval_shape(self._empty_cache), self.input_shapes(name, bucket)
+            if self.placement:
+                cache = self.placement.shapes(cache, BY_RANK)
+                inputs = self.placement.shapes(inputs, self._input_spec(name))
+            donate = () if name in READERS else (1,)
             function = jit(self.bound(name, bucket), donate=donate)
             self.executables[name, bucket] = function.lower(self.params, cache, *inputs).compile()
         return self.executables[name, bucket]
 
     def __call__(self, name: str, bucket: Bucket, cache: Cache, *inputs: Any) -> Any:
-        """Run a compiled program; all but ``take_state`` consume the cache passed in. KeyError if
+        """Run a compiled program; all but ``READERS`` consume the cache passed in. KeyError if
         the bucket was not compiled.
         """
         return self.executables[name, bucket](self.params, cache, *inputs)
@@ -77,11 +112,21 @@ class Programs:
         """Inputs after the cache with which a program changes nothing that matters."""
         if name in MOVES:
             return self._idle_move(name, bucket)
+        one = self._idle_rank(name, bucket)
+        return jax.tree.map(lambda leaf: np.concatenate([leaf] * self.ranks), one)
+
+    def _idle_rank(self, name: str, bucket: Bucket) -> tuple:
         sampling = neutral_sampling(
             bucket.requests, self.max_stop_ids, self.max_bias_ids, self.cfg.vocab_size
         )
+        batch = neutral_decode(bucket.requests, bucket.pages, self.max_stop_ids)
         if name == "decode":
-            return neutral_decode(bucket.requests, bucket.pages, self.max_stop_ids), sampling
+            return batch, sampling
+        if name == "draft":
+            return (batch,)
+        if name == "verify":
+            drafts = np.zeros((bucket.requests, bucket.rows - 1), np.int32)
+            return batch, sampling, drafts, np.zeros(bucket.requests, np.int32)
         rows = build_rows([], bucket, self.cfg.engram_max_ngram_size - 1)
         if name == "encode":
             return (rows,)
@@ -95,7 +140,7 @@ class Programs:
             return slot, np.zeros(self.cfg.vocab_size, np.int32)
         if name == "take_state":
             return slot, pages
-        saved = jax.eval_shape(take_state, jax.eval_shape(self.new_cache), slot, pages)
+        saved = jax.eval_shape(take_state, jax.eval_shape(self._rank_cache), slot, pages)
         return slot, pages, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), saved)
 
     def input_shapes(self, name: str, bucket: Bucket) -> tuple:
@@ -105,14 +150,54 @@ class Programs:
 
     def bound(self, name: str, bucket: Bucket) -> Callable:
         """The function that a program compiles: of the parameters, the cache and its inputs."""
+        if self.placement is None:
+            return self._of_rank(name, bucket)
+        of_rank, idle = self._of_rank(name, bucket), self.idle_inputs(name, bucket)
+        # XLA crashes on an empty array that comes from outside (no drafts): it is made inside.
+        kept = [i for i, value in enumerate(idle) if not _empty(value)]
+
+        def run(params: nnx.State, cache: Cache, *given: Any) -> Any:
+            inputs = [value[: len(value) // self.ranks] if _empty(value) else 0 for value in idle]
+            for i, value in zip(kept, given, strict=True):
+                inputs[i] = value
+            return of_rank(params, cache, *inputs)
+
+        specs = [self.placement.parameter_specs(self.params), BY_RANK]
+        specs += [self._input_spec(name)] * len(kept)
+        outputs = OUTPUT_SPECS.get(name, BY_RANK)
+        spread = self.placement.over_ranks(run, tuple(specs), outputs)
+        return lambda params, cache, *inputs: spread(params, cache, *(inputs[i] for i in kept))
+
+    def _input_spec(self, name: str) -> PartitionSpec:
+        """Moves concern one slot, which without data ranks is on all devices."""
+        if name in MOVES and self.ranks > 1:
+            raise NotImplementedError(f"{name} on {self.ranks} data ranks")
+        return REPLICATED if name in MOVES else BY_RANK
+
+    def _of_rank(self, name: str, bucket: Bucket) -> Callable:
         if name in MOVES:
             return lambda params, cache, *inputs: MOVES[name](cache, *inputs)
-        options: dict[str, int] = {} if name == "encode" else {"logprobs": self.logprobs}
-        if name == "decode":
-            options["steps"] = bucket.steps
+        options = self._options(name, bucket)
 
         def run(params: nnx.State, cache: Cache, *inputs: Any) -> Any:
             model = nnx.merge(self.graph, params)
             return FORWARDS[name](model, self.ops, cache, *inputs, **options)
 
         return run
+
+    def _options(self, name: str, bucket: Bucket) -> dict[str, Any]:
+        """What a forward takes beside its inputs."""
+        if name == "encode":
+            return {}
+        if name == "draft":
+            return {"length": bucket.rows}
+        options: dict[str, Any] = {"logprobs": self.logprobs}
+        if name == "decode":
+            options["steps"] = bucket.steps
+        if name == "verify" and self.speculation is not None:
+            options["simulated"] = self.speculation.simulated
+        return options
+
+
+def _empty(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.size == 0

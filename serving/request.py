@@ -17,7 +17,8 @@ class Request:
     stop strings end it and are cut off the text. logprobs, prompt_logprobs: alternatives a token,
     None for no report; a request with prompt_logprobs runs every row through every layer and adopts
     no cached prefix. min_tokens: no stop id before, unless the grammar leaves nothing else.
-    grammar: what the answer must match; it ends the request when nothing can follow.
+    grammar: what the answer must match; it ends the request when nothing can follow. speculative
+    False: no drafts in an engine that makes them; the tokens are the same.
     """
 
     prompt: tuple[int, ...]
@@ -37,6 +38,7 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    speculative: bool = True
 
     @property
     def counts_tokens(self) -> bool:
@@ -57,8 +59,9 @@ class TokenLogprobs:
 @dataclass
 class Result:
     """Tokens generated so far. encoder_rows, decoder_rows: prompt rows through the layers up to the
-    last KV source and after it. cached_tokens: prompt tokens taken from the prefix cache.
-    prompt_logprobs: of the prompt's second token on. fault: what finish_reason "error" is about.
+    last KV source and after it. cached_tokens: prompt tokens taken from the prefix cache. drafted,
+    accepted: draft tokens verified and confirmed. prompt_logprobs: of the prompt's second token on.
+    fault: what finish_reason "error" is about.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -69,6 +72,8 @@ class Result:
     encoder_rows: int = 0
     decoder_rows: int = 0
     cached_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
     ttft_ms: float = 0.0
     tpot_ms: float = 0.0
 

@@ -15,7 +15,7 @@ class Limits:
     dispatches, ascending.
 
     window: ``sliding_window``. replay: bounded replay on. prefix_cache: whether hits are looked up
-    at all.
+    at all. drafts: tokens drafted a step, as long as at most ``max_drafting`` requests decode.
     """
 
     slots: int
@@ -24,6 +24,8 @@ class Limits:
     prefill: tuple[tuple[int, int], ...]
     replay: bool = True
     prefix_cache: bool = True
+    drafts: int = 0
+    max_drafting: int = 0
 
     @property
     def uses_hits(self) -> bool:
@@ -34,6 +36,16 @@ class Limits:
         """The smallest shape that holds so many requests of so many rows."""
         fitting = [shape for shape in self.prefill if shape[0] >= requests and shape[1] >= rows]
         return min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
+
+    def drafts_for(self, decoding: Items[Sequence]) -> int:
+        """Tokens to draft in a step of these requests."""
+        wanted = any(sequence.drafts(self.drafts) for sequence in decoding)
+        return self.drafts if wanted and len(decoding) <= self.max_drafting else 0
+
+    @property
+    def step_pages(self) -> int:
+        """Pages beyond its rows that a request may need at once: two steps in flight."""
+        return -(-2 * (1 + self.drafts) // self.page_size)
 
 
 @dataclass(frozen=True)
@@ -51,12 +63,13 @@ class Chunk:
 
 @dataclass
 class Plan:
-    """One step, in the order the engine carries it out."""
+    """One step, in the order the engine carries it out. drafts: tokens drafted for ``decode``."""
 
     preempt: list[Sequence] = field(default_factory=list)
     resume: list[Sequence] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     decode: list[Sequence] = field(default_factory=list)
+    drafts: int = 0
 
     @property
     def empty(self) -> bool:
@@ -122,12 +135,13 @@ class Scheduler:
             sequence.nodes.append(self.cache.insert(parent, piece, sequence.pages[index]))
 
     def _plan_decode(self, plan: Plan) -> None:
-        for sequence in sorted(self.running, key=lambda s: s.rank):
-            if sequence.stage is not Stage.DECODE or sequence.all_dispatched:
+        decoding = [s for s in self.running if s.stage is Stage.DECODE]
+        ready = [s for s in decoding if not (s.all_dispatched or s.awaits_reader)]
+        plan.drafts = self.limits.drafts_for(ready)
+        for sequence in sorted(ready, key=lambda s: s.rank):
+            if sequence.stage is not Stage.DECODE:  # it made way for an earlier one
                 continue
-            if sequence.awaits_reader:
-                continue
-            if self._grow(plan, sequence, sequence.next_position + 1):
+            if self._grow(plan, sequence, sequence.rows_after(sequence.drafts(plan.drafts))):
                 plan.decode.append(sequence)
 
     def _resume(self, plan: Plan) -> None:
@@ -139,8 +153,8 @@ class Scheduler:
             kept = self._surviving_pages(sequence)
             missing = len(sequence.saved.pages) - len(kept)
             self.pool.share(kept)
-            # One page more than it had, if there is one, or it would make way again at once.
-            room = min(missing + 1, self.pool.pages - len(kept))
+            # Room for its next steps, if there is any, or it would make way again at once.
+            room = min(missing + self.limits.step_pages, self.pool.pages - len(kept))
             if not self._make_room(room):
                 self.pool.give_back(kept)
                 return

@@ -30,9 +30,10 @@ class Sequence:
     """Everything the host knows of a request.
 
     computed: prompt rows whose global entries are written or on their way. hit: cached prompt
-    tokens adopted. dispatched: tokens sampled so far, read or not. nodes: prefix-cache nodes of its
-    first pages. matcher: where it stands in its grammar, by the tokens read. resume_to: stage
-    before it was preempted; saved: the state taken from the device then.
+    tokens adopted. dispatched: tokens sampled so far, read or not; of a step with drafts that was
+    not read, only the one that is certain, and ``ahead`` counts the others. nodes: prefix-cache
+    nodes of its first pages. matcher: where it stands in its grammar, by the tokens read.
+    resume_to: stage before it was preempted; saved: the state taken from the device then.
     """
 
     request: Request
@@ -47,6 +48,7 @@ class Sequence:
     computed: int = 0
     hit: int = 0
     dispatched: int = 0
+    ahead: int = 0
     resume_to: Stage = Stage.PREFILL
     saved: Any = None
     output: TextOutput | None = None
@@ -72,7 +74,9 @@ class Sequence:
 
     @property
     def next_position(self) -> int:
-        """Position of the token that the next decode step feeds."""
+        """Position of the token that the next decode step feeds, the lowest if drafts are on their
+        way.
+        """
         return self.length + self.dispatched - 1
 
     @property
@@ -84,6 +88,27 @@ class Sequence:
     def awaits_reader(self) -> bool:
         """Whether the next token depends on one that has not been read."""
         return self.matcher is not None and self.dispatched > len(self.result.token_ids)
+
+    def drafts(self, most: int) -> int:
+        """Drafts that it takes in a step that makes ``most``; a grammar is followed by the host, so
+        its request takes none.
+        """
+        return most if self.request.speculative and self.matcher is None else 0
+
+    def rows_after(self, drafts: int) -> int:
+        """Rows that are written at most once a step with its ``drafts`` is done."""
+        most = self.next_position + self.ahead + 1 + drafts
+        return min(most, self.length + self.request.max_new_tokens - 1)
+
+    def dispatch(self, drafts: int) -> None:
+        """A step with its ``drafts`` is on its way."""
+        self.dispatched += 1
+        self.ahead += drafts
+
+    def settle(self, drafts: int, tokens: int) -> None:
+        """That step was read: it gave so many ``tokens``."""
+        self.dispatched += tokens - 1
+        self.ahead -= drafts
 
     def tokens_known(self) -> np.ndarray:
         """Prompt and generated ids that have been read, int32."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from serving.forwards_speculative import Verified
 from serving.request import TokenLogprobs
 from serving.sampler import RowScores, Sampled
 from serving.scheduler import Chunk
@@ -20,6 +21,20 @@ def host_tokens(sampled: Sampled, rows: int) -> list[TokenLogprobs]:
     if arrays[0].ndim == 2:
         arrays = [array[0] for array in arrays]
     return list(_tokens(*(array[:rows] for array in arrays)))
+
+
+def host_blocks(verified: Verified, rows: int) -> list[tuple[list[TokenLogprobs], int]]:
+    """Of the first ``rows`` requests, the tokens of one step and how many drafts were verified;
+    waits for the device.
+    """
+    sampled = verified.sampled
+    leaves = sampled.token, sampled.logprob, sampled.top_ids, sampled.top_logprobs
+    columns = [np.asarray(leaf) for leaf in leaves]
+    counts, drafted = np.asarray(verified.count).tolist(), np.asarray(verified.drafted).tolist()
+    return [
+        (list(_tokens(*(column[row, : counts[row]] for column in columns))), drafted[row])
+        for row in range(rows)
+    ]
 
 
 def prompt_tokens(scores: RowScores, chunks: list[Chunk]) -> Iterator[list[TokenLogprobs]]:

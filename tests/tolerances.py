@@ -42,3 +42,7 @@ F32_REL = 2e-6  # one expression, or a dot of up to some thousand products relat
 ONE_PASS_REL_RMS = 2e-3
 # [G] quant mode: what a third implementation reached teacher-forced, rounded down
 E2E_DECODE_COSINE_MEAN = 0.985
+
+# [M] quant mode, "prefill vs token-by-token decode": logits differ by up to 1.3, their gap by twice
+# as much; plain and speculative decoding run in different buckets
+SPECULATIVE_TIE = 2.6

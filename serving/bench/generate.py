@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from serving.engine import Engine
 from serving.executor import EngineOptions
 from serving.generate import load, prefill_shapes
 from serving.request import Request, check_request
+from serving.speculative import add_options, speculation_of
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -24,6 +26,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--numerics", choices=tuple(MODES))
+    add_options(parser)
     parser.add_argument("--json", metavar="FILE", help="also write {'rows': [...]}")
     parser.set_defaults(run=run)
 
@@ -32,8 +35,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Medians over the repeats; random prompts, uniform over the vocabulary."""
     if arguments.repeats < 1:
         raise UserError(f"--repeats {arguments.repeats} must be at least 1")
+    speculation = speculation_of(arguments)
     began = time.perf_counter()
-    loaded = load(arguments.checkpoint, default_numerics(arguments.numerics))
+    numerics = default_numerics(arguments.numerics)
+    loaded = load(arguments.checkpoint, numerics, speculation=speculation is not None)
     load_s = time.perf_counter() - began
     requests = _requests(arguments, loaded.model.cfg.vocab_size)
     for request in requests:
@@ -51,6 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
             prefix_cache=False,
             logprobs=0,
             prompt_logprobs=False,
+            speculation=speculation,
         )
         began = time.perf_counter()
         engine = Engine(loaded.model, loaded.ops, options, executables=executables)
@@ -69,9 +75,21 @@ def run(arguments: argparse.Namespace) -> None:
                 "tpot_ms": round(tpot, 2),
                 "decode_tokens_per_s": round(1e3 * arguments.requests / tpot, 1),
                 "compiles_after_warmup": engine.compiles.count,
+                **_drafts(engine),
             }
         )
     report(rows, arguments.json)
+
+
+def _drafts(engine: Engine) -> dict[str, Any]:
+    """Tokens a step and how often each position of a block was accepted."""
+    speculation, seen = engine.options.speculation, engine.acceptance
+    if speculation is None:
+        return {}
+    shares = [count / max(seen.steps, 1) for count in seen.by_position[: speculation.length]]
+    by_position = "/".join(f"{share:.3f}" for share in shares)
+    columns = {"tokens_per_step": round(seen.tokens_per_step, 3), "accepted": by_position}
+    return columns | speculation.marks
 
 
 def _requests(arguments: argparse.Namespace, vocabulary: int) -> list[Request]:

@@ -19,6 +19,7 @@ from serving.server.app import create_app
 from serving.server.chat import chat_format
 from serving.server.limits import ServerOptions
 from serving.server.serve import bound_socket, serve
+from serving.speculative import add_options, speculation_of
 
 _KEY_VARIABLE = "DSV41_API_KEY"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -72,6 +73,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt-logprobs", action=flag, default=True, help="allow them: a program more a shape"
     )
+    add_options(parser)
 
 
 def _add_http_options(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +101,11 @@ def _serve(arguments: argparse.Namespace) -> None:
     with bound_socket(arguments.host, arguments.port) as sock:
         numerics = default_numerics(arguments.numerics)
         loaded = load(
-            arguments.checkpoint, numerics, kernels=arguments.kernels, layout=arguments.layout
+            arguments.checkpoint,
+            numerics,
+            kernels=arguments.kernels,
+            layout=arguments.layout,
+            speculation=options.speculation is not None,
         )
         names = tuple(arguments.model_name or [Path(arguments.checkpoint).resolve().name])
         chat = chat_format(
@@ -110,8 +116,17 @@ def _serve(arguments: argparse.Namespace) -> None:
             names[0],
         )
         grammars = Grammars.from_dir(arguments.checkpoint, loaded.model.cfg)
-        engine = Engine(loaded.model, loaded.ops, options, loaded.tokenizer, grammars=grammars)
+        engine = Engine(
+            loaded.model,
+            loaded.ops,
+            options,
+            loaded.tokenizer,
+            grammars=grammars,
+            placement=loaded.placement,
+        )
         engine.warm_up(progress_line)
+        if options.speculation is not None and options.speculation.marks:
+            progress_line("warning: acceptance is simulated, the answers mean nothing")
         key = arguments.api_key or os.environ.get(_KEY_VARIABLE) or None
         if key is None and arguments.host not in _LOOPBACK:
             progress_line(f"warning: {arguments.host} is open to others and there is no API key")
@@ -157,6 +172,7 @@ def engine_options(arguments: argparse.Namespace, cfg: Config) -> EngineOptions:
         replay=arguments.swa_bounded_replay,
         prefix_cache=arguments.prefix_cache,
         prompt_logprobs=arguments.prompt_logprobs,
+        speculation=speculation_of(arguments),
     )
 
 

@@ -105,7 +105,7 @@ class Server:
         self.tokenizer: Tokenizer = engine.tokenizer
         self.texts = TokenTexts(self.tokenizer)
         self.gate = Gate(options.api_key)
-        self.metrics = Metrics(options.names[0])
+        self.metrics = Metrics(options.names[0], engine.options.speculation)
         self.worker = Worker(engine, self.metrics, max_queue=options.max_queue)
         pool = engine.options.pages * engine.options.page_size
         limits = engine.options.max_tokens, engine.cfg.max_position_embeddings, pool
@@ -211,6 +211,7 @@ class Server:
             texts=self.texts,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             return_token_ids=bool(body.return_token_ids),
+            speculation=self.engine.options.speculation,
         )
         if body.stream:
             return EventStream(generation.events(), job.abort)

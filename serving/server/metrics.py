@@ -1,12 +1,15 @@
 """Prometheus metrics under vLLM's names, so that its dashboards and load tools read them."""
 
 import time
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from serving.engine import Engine
+from serving.server.draft_metrics import DraftMetrics
+from serving.speculative import Acceptance, Speculation
 
 if TYPE_CHECKING:
     from serving.server.worker import Choice
@@ -21,12 +24,15 @@ _REQUEST_S += (480, 960, 1920, 7680)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The engine between two steps. kv_usage: share of the pages that running requests hold."""
+    """The engine between two steps. kv_usage: share of the pages that running requests hold.
+    acceptance: a copy of its totals.
+    """
 
     running: int
     waiting: int
     kv_usage: float
     compiles: int
+    acceptance: Acceptance
 
 
 def snapshot(engine: Engine) -> Snapshot:
@@ -38,13 +44,14 @@ def snapshot(engine: Engine) -> Snapshot:
         waiting=len(scheduler.waiting) + len(scheduler.swapped),
         kv_usage=len(held) / engine.pool.pages,
         compiles=engine.compiles.count,
+        acceptance=deepcopy(engine.acceptance),
     )
 
 
 class Metrics:
     """One registry a server; of the event loop's thread alone."""
 
-    def __init__(self, model_name: str):
+    def __init__(self, model_name: str, speculation: Speculation | None = None):
         self.registry = CollectorRegistry()
         name = {"model_name": model_name}
 
@@ -70,6 +77,9 @@ class Metrics:
         self._generated = counter("vllm:generation_tokens", "Tokens generated")
         self._compiles = gauge("dsv41_compiles_after_warmup", "Programs compiled while serving")
         self.empty_answers = counter("dsv41_empty_answers", "Answers that stopped without content")
+        self._drafts = None
+        if speculation is not None:
+            self._drafts = DraftMetrics(self.registry, model_name, speculation)
         labels = (*name, "finished_reason")
         ended = Counter("vllm:request_success", "Ended requests", labels, registry=self.registry)
         reasons = ("stop", "length", "abort", "error")
@@ -97,6 +107,8 @@ class Metrics:
         self._waiting.set(state.waiting)
         self._usage.set(state.kv_usage)
         self._compiles.set(state.compiles)
+        if self._drafts is not None:
+            self._drafts.show(state.acceptance)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

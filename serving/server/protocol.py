@@ -43,7 +43,7 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
     Beyond OpenAI's fields, as in vLLM: top_k, min_p, repetition_penalty, stop_token_ids,
     ignore_eos, min_tokens, prompt_logprobs, priority (smaller first), return_token_ids,
-    structured_outputs.
+    structured_outputs. Our own: speculative, false for an answer without drafts.
     """
 
     model: str | None = None
@@ -69,6 +69,7 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
     priority: int | None = None
     return_token_ids: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+    speculative: bool | None = None
 
 
 class CompletionBody(GenerationBody):
@@ -262,6 +263,7 @@ def engine_requests(
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
             grammar=grammar,
+            speculative=_or(body.speculative, True),
         )
         for choice in range(choices)
     ]

@@ -15,6 +15,7 @@ from serving.engine import Event
 from serving.server.errors import ApiError
 from serving.server.tokens import TokenTexts
 from serving.server.worker import Job
+from serving.speculative import Speculation
 
 Result = TypeVar("Result")
 Piece = dict[str, Any]
@@ -63,6 +64,7 @@ class Generation:
     texts: TokenTexts
     include_usage: bool = False
     return_token_ids: bool = False
+    speculation: Speculation | None = None
     token_ids: list[list[int]] = field(init=False)
     head: dict[str, Any] = field(init=False)
 
@@ -70,6 +72,8 @@ class Generation:
         made = {"id": self.kind.prefix + uuid.uuid4().hex, "created": int(time.time())}
         self.token_ids = [[] for _ in self.answers]
         self.head = {**made, "model": self.model}
+        if self.speculation is not None:
+            self.head |= self.speculation.marks
 
     async def response(self) -> dict[str, Any]:
         """The whole answer."""
@@ -111,9 +115,18 @@ class Generation:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        details = {}
         reasoning = [a.reasoning_tokens for a in self.answers if a.reasoning_tokens is not None]
         if reasoning:
-            usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
+            details["reasoning_tokens"] = sum(reasoning)
+        if self.speculation is not None:
+            results = [c.sequence.result for c in self.job.choices if c.sequence is not None]
+            accepted = sum(result.accepted for result in results)
+            rejected = sum(result.drafted for result in results) - accepted
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = rejected
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
 
     async def _pieces(self) -> AsyncIterator[tuple[int, list[Piece]]]:

@@ -11,6 +11,7 @@ from dsv41_jax.model import Model
 from dsv41_jax.ops import local_ops
 from pallas_kernels.numerics import SERVING
 from serving.programs import Bucket, Programs
+from serving.speculative import Speculation
 from tools.h200_compile import compile_for_h200
 
 pytestmark = pytest.mark.h200
@@ -19,12 +20,18 @@ HLO_NAMES = {"int32": "s32", "uint8": "u8", "float32": "f32", "bfloat16": "bf16"
 
 
 @pytest.mark.parametrize(
-    ("name", "bucket"), [("decode", Bucket(4, 1, 8)), ("encode", Bucket(2, 64, 8))]
+    ("name", "bucket", "speculation"),
+    [
+        ("decode", Bucket(4, 1, 8), None),
+        ("encode", Bucket(2, 64, 8), None),
+        ("verify", Bucket(4, 6, 8), Speculation()),
+    ],
 )
-def test_cache_is_donated_and_never_copied(name, bucket):
+def test_cache_is_donated_and_never_copied(name, bucket, speculation):
     cfg = Config.preset("tiny")
     model = nnx.eval_shape(lambda: Model(cfg, numerics=SERVING, rngs=nnx.Rngs(0)))
-    programs = Programs(model, local_ops(SERVING, "reference"), CacheShape(4, 256, 16))
+    ops, shape = local_ops(SERVING, "reference"), CacheShape(4, 256, 16)
+    programs = Programs(model, ops, shape, speculation=speculation)
     cache = jax.eval_shape(programs.new_cache)
     inputs = programs.input_shapes(name, bucket)
     compiled = compile_for_h200(

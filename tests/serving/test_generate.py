@@ -163,7 +163,8 @@ def test_without_logprobs_there_is_no_such_key(tiny_dir):
     sequence.output = TextOutput(tokenizer)
     text = "".join(map(sequence.output.push, [47, 35])) + sequence.output.finish()
     executor = SimpleNamespace(kv_bytes_per_token=105)
-    engine = SimpleNamespace(compiles=SimpleNamespace(count=0), executor=executor)
+    compiles, options = SimpleNamespace(count=0), SimpleNamespace(speculation=None)
+    engine = SimpleNamespace(compiles=compiles, executor=executor, options=options)
     report = _report(sequence, engine, 0)
     assert set(report) == KEYS - {"logprobs"} and set(report["stats"]) == STATS
     assert report["text"] == text == tokenizer.decode([47, 35])

@@ -106,6 +106,7 @@ class FakeExecutor:
     model: Any
     ops: Any
     options: EngineOptions
+    placement: Any = None
     script: Script = field(default=lambda request: [])
     step_s: float = 0.0
     fail: bool = False

@@ -1,0 +1,3 @@
+"""Tests that need several devices; ``tests/sharding/test_on_devices.py`` runs them on simulated
+ones.
+"""
