@@ -1,13 +1,19 @@
 """Cases of ``index_scores``: shapes shared by tests and ``pallas_kernels.bench``."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels.bench import Problem
+from pallas_kernels.check import Check, Program, exact, ones, rows_alone, same, take
+from pallas_kernels.check.bounds import SCORE_BF16_ULPS
+from pallas_kernels.index_scores import ref
+from pallas_kernels.index_scores.op import build
 from pallas_kernels.numerics import SERVING
 from pallas_kernels.paging import take_entries
 from pallas_kernels.quant import Fp4Rows
@@ -60,6 +66,17 @@ CORNERS = (
     Case(2, 2, 2, 11, 2, heads=4, width=32, page=7, block_size=4),
     Case(1, 2, 2, 100, 3),
 )
+CHECKED = (
+    *CASES,
+    *(Case(8, rows, 16, 1000) for rows in (1, 2, 3, 4, 5, 6)),
+    *(Case(2, 1, -(-visible // 64), visible) for visible in (512, 513, 16384, 16392)),
+    Case(2, 1, 257, 16392, 2048),
+    Case(8, 1, 16, 1000, 300),
+    Case(2, 6, 512, 32768, 2048),
+    Case(7, 1, 33, 1056, page=32),
+    Case(1, 40, 32, 2048),
+)
+COMPARED = 4  # requests
 
 
 def xla_path(
@@ -121,8 +138,14 @@ def inputs(case: Case, seed: int) -> tuple:
     """q, weights, pool, tables (several, over different pages), visible, candidates."""
     pages = case.requests * case.pages
     sets = max(1, min(32, COLD_BYTES // (KEY_BYTES * case.page * pages)))
+    q, weights, *rest = _queries(case, sets, seed)
+    return q, weights, _pool(sets * pages, case.page, case.width, seed), *rest
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _queries(case: Case, sets: int, seed: int) -> tuple:
+    pages = case.requests * case.pages
     keys = jax.random.split(jax.random.key(seed + 1), 4)
-    pool = _pool(sets * pages, case.page, case.width, seed)
     order = jax.random.permutation(keys[0], sets * pages).astype(jnp.int32)
     tables = tuple(order.reshape(sets, case.requests, case.pages))
     lead = case.requests, case.rows
@@ -138,7 +161,7 @@ def inputs(case: Case, seed: int) -> tuple:
         order = jax.random.uniform(keys[3], (*lead, blocks)).argsort(-1)[..., :count]
         missing = ((0, 0), (0, 0), (0, case.candidates - count))
         candidates = jnp.pad(jnp.sort(order).astype(jnp.int32), missing, constant_values=-1)
-    return q, weights, pool, tables, visible, candidates
+    return q, weights, tables, visible, candidates
 
 
 def problem(case: Case, impl: str, seed: int) -> Problem:
@@ -169,3 +192,70 @@ def problem(case: Case, impl: str, seed: int) -> Problem:
         flops=2.0 * case.heads * case.width * scored,
         executions={"pallas": 8 if scored > 1 << 22 else 32, "xla": 2}[impl],
     )
+
+
+@jax.jit
+def _bf16_steps(got: Array, want: Array) -> Array:
+    """The largest distance of two bf16 values (as float32) in steps of their grid, infinite where
+    one alone is -inf or NaN.
+    """
+
+    def order(x: Array) -> Array:
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32) >> 16
+        return jnp.where(bits < 0, -(bits & 0x7FFF), bits)
+
+    steps = jnp.abs(order(got) - order(want)).astype(jnp.float32)
+    odd = ~jnp.isfinite(got) | ~jnp.isfinite(want) | (got != got.astype(jnp.bfloat16))
+    return jnp.max(jnp.where(odd, jnp.where(got == want, 0, jnp.inf), steps), initial=0)
+
+
+def _arguments(case: Case, seed: int) -> list:
+    """As ``inputs``, of one table, with requests of many lengths."""
+    q, weights, pool, tables, _, candidates = inputs(case, seed)
+    odd = [n for n in (case.visible, 0, 1, 511, 512, 513, 16384, 16392) if n <= case.visible]
+    longest = np.resize(np.array(odd), case.requests)[:, None]
+    visible = np.maximum(longest - np.arange(case.rows)[::-1], 0)
+    return [q, weights, pool, tables[0], jnp.asarray(visible, jnp.int32), candidates]
+
+
+@jax.jit
+def _poisoned(pool: KeyRows, table: Array, visible: Array) -> KeyRows:
+    """All bits set in entries that no row of a request sees."""
+    entry = jnp.arange(table.shape[1] * pool.codes.shape[1]).reshape(table.shape[1], -1)
+    seen = entry < jnp.max(visible, axis=1)[:, None, None]
+    used = jnp.zeros(pool.codes.shape[:2], bool).at[table].set(seen)
+    return jax.tree.map(lambda plane: jnp.where(used[..., None], plane, ones(plane)), pool)
+
+
+def checks(case: Case, seed: int, run: Callable | None = None) -> Iterator[Check]:
+    """``COMPARED`` requests are compared with the reference."""
+    options = {"block_size": case.block_size, "numerics": SERVING}
+    arguments = q, weights, pool, table, visible, _ = _arguments(case, seed)
+    program = Program(partial(run or build("mosaic"), **options), *arguments)
+    got = program(*arguments)
+    rng = np.random.default_rng(seed)
+    some = rng.permutation(case.requests)[:COMPARED]
+    some[0] = 0
+    few = [a if a is pool else take(a, some) for a in arguments]
+    want = exact(partial(ref.index_scores, **options))(*few)
+    steps = float(_bf16_steps(take(got, some), want))
+    yield Check("drawn requests, bf16 steps", steps, SCORE_BF16_ULPS)
+    del want
+    yield same("another run", program(*arguments), got)
+    bad = _poisoned(pool, table, visible)
+    yield same("entries nobody sees poisoned", program(q, weights, bad, *arguments[3:]), got)
+    del bad
+    rows = case.requests * case.rows
+
+    def hide(live: Array) -> tuple:
+        at = live.reshape(case.requests, case.rows)
+        hidden = jnp.where(at[..., None, None], q, ones(q)), jnp.where(at[..., None], weights, 0)
+        return *hidden, *arguments[2:]
+
+    def flat(*arguments: object) -> Array:
+        return program(*arguments).reshape(rows, -1)
+
+    yield from rows_alone(flat, hide, rows, got.reshape(rows, -1), rng)
+    order = rng.permutation(case.requests)
+    mixed = [a if a is pool else take(a, order) for a in arguments]
+    yield same("requests in another order", program(*mixed), take(got, order))

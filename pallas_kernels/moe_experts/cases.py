@@ -2,8 +2,8 @@
 uniform routing.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import jax
@@ -12,10 +12,26 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.bench import Problem
-from pallas_kernels.moe_experts import decode_plan, prefill_plan
+from pallas_kernels.check import (
+    DRAWN,
+    Check,
+    Program,
+    along_rows,
+    exact,
+    near,
+    near_overall,
+    ones,
+    rows_alone,
+    same,
+    take,
+)
+from pallas_kernels.check.bounds import REFERENCE_REL_RMS, SERVING_REL
+from pallas_kernels.moe_experts import decode_plan, prefill_plan, ref
+from pallas_kernels.moe_experts.op import build
 from pallas_kernels.moe_experts.prefill_shape import GROUP, TILE, Shape
+from pallas_kernels.moe_experts.repack import PackedExperts
 from pallas_kernels.moe_experts.weights import ExpertWeights
-from pallas_kernels.numerics import SERVING
+from pallas_kernels.numerics import REFERENCE, SERVING, Numerics
 from pallas_kernels.quant import Fp4Rows, Fp8Blocks, dequantized
 
 F32 = jnp.float32
@@ -56,6 +72,12 @@ CASES = (
     ),
     *(Case(rows, DRAFT) for rows in (5, 80)),
     *(Case(rows, DRAFT, "prefill") for rows in (160, 8192)),
+)
+_OTHERS = (Layout("tp4", 384, 576), Layout("ep2", 192, 2304), Layout("ep16", 24, 2304))
+_ODD = (("decode", 2), ("decode", 17), ("prefill", 129), ("prefill", 1000))
+CHECKED = (
+    *CASES,
+    *(Case(rows, layout, phase) for layout in (*_OTHERS, LAYOUTS[2]) for phase, rows in _ODD),
 )
 
 
@@ -211,3 +233,83 @@ def problem(case: Case, impl: str, seed: int) -> Problem:
         executions=executions,
         extra={"packed_gbps": lambda us: packed / us / 1e3},
     )
+
+
+def _spoiled(experts: ExpertWeights | PackedExperts, count: int) -> ExpertWeights | PackedExperts:
+    """All bits of every second expert set."""
+    if isinstance(experts, PackedExperts):
+        return replace(experts, up=_spoil(experts.up, count), down=_spoil(experts.down, count))
+    return jax.tree.map(lambda plane: _spoil(plane, count), experts)
+
+
+@partial(jax.jit, static_argnums=1)
+def _spoil(plane: Array, count: int) -> Array:
+    odd = jnp.arange(count)[:, None] % 2 == 1
+    return jnp.where(odd, ones(plane), plane.reshape(count, -1)).reshape(plane.shape)
+
+
+@lru_cache
+def _reference(numerics: Numerics) -> Callable:
+    """Compiled once for cases that compare as many rows."""
+    return exact(partial(ref.moe_experts, limit=LIMIT, numerics=numerics))
+
+
+@jax.jit
+def _hidden(live: Array, x: Array, ids: Array, weights: Array) -> tuple[Array, Array, Array]:
+    """Inputs whose rows but the live ones reach no expert and hold NaN."""
+    at = along_rows(live, x)
+    ids = jnp.where(at, ids, -1)
+    return jnp.where(at, x, ones(x)), ids, jnp.where(at, weights, ones(weights))
+
+
+def checks(case: Case, seed: int, run: Callable | None = None) -> Iterator[Check]:
+    """``run`` takes weights as released; the kernels take them packed. Of many rows ``DRAWN`` are
+    compared with the reference.
+    """
+    released, shared = _weights(case.layout, seed)
+    experts = released if run else _packed(case.layout, seed)
+    run = run or build("mosaic")
+    ids, weights = (jnp.asarray(a[0]) for a in routings(case, seed))
+    x = jax.random.normal(jax.random.key(seed + 1), (case.rows, case.layout.hidden), jnp.bfloat16)
+    drawn = np.sort(np.random.default_rng(seed).permutation(case.rows)[:DRAWN])
+    crowd = jnp.full_like(ids, -1).at[:, 0].set(0)
+    for numerics in (SERVING, REFERENCE):
+        options = {"limit": LIMIT, "numerics": numerics}
+        program = Program(partial(run, **options), x, ids, weights, experts, shared)
+        kind = f"{numerics.name}: "
+        for name, picked in (("drawn rows", ids), ("one expert takes all rows", crowd)):
+            want = _reference(numerics)(*take((x, picked, weights), drawn), released, shared)
+            got = take(program(x, picked, weights, experts, shared), drawn)
+            if numerics is SERVING:
+                yield near(kind + name, got, want, SERVING_REL)
+            else:
+                yield near_overall(kind + name, got, want, REFERENCE_REL_RMS)
+        yield from _properties(case, seed, kind, program, (x, ids, weights), experts, shared)
+
+
+def _properties(
+    case: Case,
+    seed: int,
+    kind: str,
+    program: Program,
+    rows: tuple[Array, Array, Array],
+    experts: ExpertWeights | PackedExperts,
+    shared: ExpertWeights,
+) -> Iterator[Check]:
+    """What must not change a bit of x, ids and weights' results."""
+    rng = np.random.default_rng(seed)
+    got = program(*rows, experts, shared)
+    yield same(f"{kind}another run", program(*rows, experts, shared), got)
+
+    def hide(live: Array) -> tuple:
+        return *_hidden(live, *rows), experts, shared
+
+    yield from rows_alone(program, hide, case.rows, got, rng, kind)
+    order = rng.permutation(case.rows)
+    mixed = program(*take(rows, order), experts, shared)
+    yield same(f"{kind}rows in another order", mixed, take(got, order))
+    x, ids, weights = rows
+    even = jnp.where(ids % 2 == 0, ids, -1)
+    clean = program(x, even, weights, experts, shared)
+    spoiled = program(x, even, weights, _spoiled(experts, case.layout.local), shared)
+    yield same(f"{kind}experts that none reaches poisoned", spoiled, clean)

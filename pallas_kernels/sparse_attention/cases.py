@@ -1,21 +1,38 @@
 """Cases of ``sparse_attention``: shapes shared by tests and ``pallas_kernels.bench``."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels.bench import Problem
+from pallas_kernels.check import (
+    DRAWN,
+    Check,
+    Program,
+    aligned,
+    exact,
+    near,
+    ones,
+    rows_alone,
+    same,
+    take,
+)
+from pallas_kernels.check.bounds import ATTENTION_ANGLE, ATTENTION_REL
 from pallas_kernels.numerics import SERVING
 from pallas_kernels.paging import take_entries
 from pallas_kernels.quant.storage import LatentRows, WindowRows, words_of
 from pallas_kernels.rotate import rotate
+from pallas_kernels.sparse_attention import ref
 
 COLD_BYTES = 200_000_000  # rows taken in turn, several times the L2
 LATENT_BYTES, WINDOW_BYTES = 288, 528
 TILE = 512  # query rows that the XLA path attends at a time
+WORDS = {"NaN": -1, "1e30": 0x7149F2CA}  # of rows that nobody sees
 F32 = jnp.float32
 
 
@@ -37,9 +54,10 @@ class Case:
     page: int = 64
 
     def __str__(self) -> str:
-        return (
+        name = (
             f"requests={self.requests},rows={self.rows},start={self.start},selected={self.selected}"
         )
+        return name if self.heads == 64 else f"{name},heads={self.heads}"
 
 
 CASES = (
@@ -60,6 +78,17 @@ CORNERS = (
     Case(1, 2, 100, 48, 48, **_small),
     Case(1, 2, 100, 49, 49, **_small),
     Case(1, 2, 300, 130, 70, **_small),
+)
+
+CHECKED = (
+    *CASES,
+    *(Case(rows, 1, 4096, heads=heads) for heads in (8, 16, 32) for rows in (1, 128)),
+    *(Case(1, 200, 4096, heads=heads) for heads in (8, 64)),
+    Case(3, 1, 511, chosen=511),
+    *(Case(3, 1, start) for start in (512, 513, 16383, 16391)),
+    Case(3, 2, 1, 0),
+    Case(2, 5, 130, 64, 60),
+    Case(3, 2, 70, 60, 60, window=64, page=7),
 )
 
 
@@ -180,3 +209,120 @@ def problem(case: Case, impl: str, seed: int) -> Problem:
         flops=4.0 * rows * case.heads * case.width * slots,
         executions={"pallas": 4 if many else 32, "xla": 1 if many else 4}[impl],
     )
+
+
+def _arguments(case: Case, seed: int) -> list:
+    """As ``inputs``, of one set, with window rows that do not exist, a floor, rows that see fewer
+    entries or nothing, and a sink.
+    """
+    q, cos, sin, windows, _, position, _, pool, tables, selected, _ = jax.jit(
+        inputs, static_argnums=(0, 1)
+    )(case, seed)
+    rng = np.random.default_rng(seed)
+    b, stored = case.requests, case.window - 1 + case.rows
+    written = case.start - case.window + 1 + np.arange(stored) >= 0
+    written = written & (rng.random((b, stored)) < 0.97)
+    floor = np.maximum(rng.permutation(b) * 10 % 100 + case.start - case.window, 0)
+    if b > 1:
+        floor[-1] = case.start + case.rows  # its window is hidden
+    if selected is not None:
+        picks = np.array(selected)
+        picks[0, 0, case.chosen // 2 :] = -1
+        if b > 1:
+            picks[-1, -1] = -1
+        selected = jnp.asarray(picks)
+    return [
+        q, cos, sin, windows[0], jnp.asarray(written), position, jnp.asarray(floor, jnp.int32),
+        pool, tables[0], selected, jnp.linspace(-2, 2, case.heads),
+    ]  # fmt: skip
+
+
+@partial(jax.jit, static_argnums=0)
+def _poisoned(case: Case, arguments: list, word: int) -> list:
+    """Stored rows that no query sees hold ``word``, table entries of unread pages are no pages."""
+    window, written, position, floor, pool, table, selected = arguments[3:10]
+    at = position[:, :1] - (case.window - 1) + jnp.arange(written.shape[1])
+    seen = written & (at >= floor[:, None])
+    arguments = [*arguments]
+    arguments[3] = WindowRows(jnp.where(seen[..., None], window.words, word))
+    if pool is not None:
+        picks = selected.reshape(case.requests, -1)
+        batch, live = jnp.arange(case.requests)[:, None], picks >= 0
+        pages = table[batch, jnp.maximum(picks, 0) // case.page]
+        pages = jnp.where(live, pages, pool.words.shape[0])
+        used = jnp.zeros(pool.words.shape[:2], bool)
+        used = used.at[pages, picks % case.page].set(True, mode="drop")
+        arguments[7] = LatentRows(jnp.where(used[..., None], pool.words, word))
+        arguments[8] = jnp.where(jnp.any(used, axis=1)[table], table, 1 << 30)
+    return arguments
+
+
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def _some_rows(case: Case, arguments: list, first: int, count: int) -> list:
+    """The arguments of ``count`` consecutive rows of each request."""
+    rows, stored = slice(first, first + count), slice(first, first + case.window - 1 + count)
+    q, cos, sin, window, written, position, floor, pool, table, selected, sink = arguments
+    return [
+        q[:, rows], cos[:, rows], sin[:, rows], WindowRows(window.words[:, stored]),
+        written[:, stored], position[:, rows], floor, pool, table,
+        None if selected is None else selected[:, rows], sink,
+    ]  # fmt: skip
+
+
+@partial(jax.jit, static_argnums=0)
+def _in_rings(case: Case, arguments: list) -> list:
+    """The arguments of ``kernel_sm90.ring_attention``: the window in rings of other owners too."""
+    q, cos, sin, window, written, position, *rest = arguments
+    b, stored = written.shape
+    size = 2 ** (stored - 1).bit_length()
+    slot = b - jnp.arange(b, dtype=jnp.int32)
+    at = position[:, :1] - (case.window - 1) + jnp.arange(stored)
+    index = slot[:, None], at % size
+    ring = jnp.full((b + 1, size, window.words.shape[-1]), -1).at[index].set(window.words)
+    tags = jnp.full((b + 1, size), -1).at[index].set(jnp.where(written, at, at - size))
+    return [q, cos, sin, WindowRows(ring), tags, slot, position, *rest]
+
+
+def checks(
+    case: Case, seed: int, run: Callable | None = None, ring: Callable | None = None
+) -> Iterator[Check]:
+    """Of many rows ``DRAWN`` consecutive ones a request are compared with the reference; ``ring``
+    stands in for the kernel that reads rings.
+    """
+    if run is None:
+        from pallas_kernels.sparse_attention import kernel_sm90
+
+        run, ring = kernel_sm90.sparse_attention, kernel_sm90.ring_attention
+    options = {"window_size": case.window, "numerics": SERVING}
+    arguments = _arguments(case, seed)
+    program = Program(partial(run, **options), *arguments)
+    got = program(*arguments)
+    rng = np.random.default_rng(seed)
+    count = min(case.rows, DRAWN)
+    first = int(rng.integers(case.rows - count + 1))
+    reference = exact(partial(ref.sparse_attention, **options))
+    want = reference(*_some_rows(case, arguments, first, count))
+    some = got[:, first : first + count]
+    yield near("drawn rows, relative error", some, want, ATTENTION_REL)
+    yield aligned("drawn rows, 1 - cosine", some, want, ATTENTION_ANGLE)
+    yield same("another run", program(*arguments), got)
+    if ring:
+        stored = _in_rings(case, arguments)
+        from_rings = Program(partial(ring, **options), *stored)(*stored)
+        yield same("window rows in rings", from_rings, got)
+    for name, word in WORDS.items():
+        poisoned = program(*_poisoned(case, arguments, word))
+        yield same(f"what is not seen is {name}", poisoned, got)
+
+    def hide(live: Array) -> list:
+        q, *rest = arguments
+        return [jnp.where(live.reshape(*q.shape[:2], 1, 1), q, ones(q)), *rest]
+
+    def flat(*arguments: object) -> Array:
+        return program(*arguments).reshape(-1, case.heads, case.width)
+
+    rows = case.requests * case.rows
+    yield from rows_alone(flat, hide, rows, got.reshape(-1, case.heads, case.width), rng)
+    order = rng.permutation(case.requests)
+    mixed = [a if i in (7, 10) else take(a, order) for i, a in enumerate(arguments)]
+    yield same("requests in another order", program(*mixed), take(got, order))
