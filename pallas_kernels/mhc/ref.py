@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.norm import rms_norm
+
 F32 = jnp.float32
 
 
@@ -42,3 +44,17 @@ def collapse(h: Array, pre: Array) -> Array:
 def expand(h: Array, y: Array, post: Array, comb: Array) -> Array:
     kept = jnp.einsum("...ij,...id->...jd", comb, h.astype(F32), precision="highest")
     return (post[..., None] * y.astype(F32)[..., None, :] + kept).astype(h.dtype)
+
+
+def expand_collapse_norm(
+    h: Array,
+    y: Array,
+    post: Array,
+    comb: Array,
+    pre: Array,
+    weight: Array,
+    *,
+    norm_eps: float,
+) -> tuple[Array, Array]:
+    h = expand(h, y, post, comb)
+    return h, rms_norm(collapse(h, pre), weight, norm_eps)

@@ -1,0 +1,140 @@
+"""Hyper-connections on Hopper: the fused pass over the streams, and the coefficients with their
+Sinkhorn iterations (ARCHITECTURE section 7).
+
+No GPU has run these kernels yet, so ``auto`` does not choose them.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import inline_ptx
+from pallas_kernels.mhc import coefficients_ptx, fused_ptx
+from pallas_kernels.mhc.coefficients_ptx import Mix
+from pallas_kernels.mhc.fused_ptx import STREAMS, Fused
+
+SMS = 132
+F32, BF16 = jnp.float32, jnp.bfloat16
+WARPGROUP = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+
+
+@lru_cache(maxsize=64)
+def fused_launcher(s: Fused) -> Callable:
+    """(h, y, post, comb, pre, weight) to streams bf16 [R, 4, D] and normed bf16 [R, D]."""
+    body = inline_ptx.block(fused_ptx.program(s), gmem=8, smem=1, scalars=1)
+
+    def mhc_expand_collapse_norm(*refs):
+        body(*refs, lax.axis_index("block"))
+
+    return plgpu.kernel(
+        mhc_expand_collapse_norm,
+        out_type=(
+            jax.ShapeDtypeStruct((s.rows, STREAMS, s.width), BF16),
+            jax.ShapeDtypeStruct((s.rows, s.width), BF16),
+        ),
+        grid=(s.grid,),
+        grid_names=("block",),
+        num_threads=s.warpgroups,
+        thread_name="wg",
+        scratch_types=(plgpu.SMEM((s.words,), jnp.int32),),
+        compiler_params=WARPGROUP,
+    )
+
+
+@lru_cache(maxsize=64)
+def mix_launcher(s: Mix) -> Callable:
+    """(h, fn, base, scale) to pre f32 [R, 4], post f32 [R, 4] and comb f32 [R, 16]."""
+    body = inline_ptx.block(coefficients_ptx.program(s), gmem=7, smem=1, scalars=2)
+
+    def mhc_coefficients(*refs):
+        body(*refs, lax.axis_index("tile"), lax.axis_index("part"))
+
+    return plgpu.kernel(
+        mhc_coefficients,
+        out_type=tuple(jax.ShapeDtypeStruct((s.rows, n), F32) for n in (4, 4, 16)),
+        grid=(-(-s.rows // s.tile),),
+        grid_names=("tile",),
+        cluster=(s.cluster,),
+        cluster_names=("part",),
+        num_threads=coefficients_ptx.THREADS // 128,
+        thread_name="wg",
+        scratch_types=(plgpu.SMEM((s.words,), jnp.int32),),
+        compiler_params=WARPGROUP,
+    )
+
+
+# Most rows, 16-row tiles of a cluster, its blocks: about 128 blocks, and few passes over ``fn``.
+LAUNCHES = ((128, 1, 16), (256, 1, 8), (512, 2, 8), (1024, 2, 4), (2048, 4, 4), (4096, 4, 2))
+
+
+def tuned(rows: int, k: int, *, iters: int, eps: float, norm_eps: float) -> Mix:
+    fits = ((tiles, cluster) for most, tiles, cluster in LAUNCHES if rows <= most)
+    tiles, cluster = next(fits, (4, 1))
+    return Mix(rows, k, tiles, cluster, iters, eps, norm_eps)
+
+
+def _checked(h: Array, width: int, **arrays: tuple[Array, tuple[int, ...]]) -> None:
+    if h.dtype != BF16 or h.shape[-2:] != (STREAMS, width):
+        raise ValueError(f"{h.shape=} {h.dtype=} must be bfloat16 [..., {STREAMS}, {width}]")
+    for name, (array, shape) in arrays.items():
+        if array.shape != shape:
+            raise ValueError(f"{name}: {array.shape=} must be {shape}")
+        dtype = BF16 if name in ("y", "weight") else F32
+        if array.dtype != dtype:
+            raise ValueError(f"{name}: {array.dtype=} must be {jnp.dtype(dtype).name}")
+
+
+def coefficients(
+    h: Array, fn: Array, base: Array, scale: Array, *, iters: int, eps: float, norm_eps: float
+) -> tuple[Array, Array, Array]:
+    """``op.build_coefficients``'s contract on an sm_90 GPU: h bf16 of four streams, S * D a
+    multiple of 4096, parameters f32; else ``ValueError``.
+
+    A row has the same bits whatever the other rows and their number.
+    """
+    *lead, _, d = h.shape
+    k = STREAMS * d
+    mixes = coefficients_ptx.MIXES
+    _checked(h, d, fn=(fn, (mixes, k)), base=(base, (mixes,)), scale=(scale, (3,)))
+    rows = h.size // k
+    shapes = ((*lead, STREAMS), (*lead, STREAMS), (*lead, STREAMS, STREAMS))
+    if rows == 0:
+        pre, post, comb = (jnp.zeros(shape, F32) for shape in shapes)
+        return pre, post, comb
+    s = tuned(rows, k, iters=iters, eps=eps, norm_eps=norm_eps)
+    out = mix_launcher(s)(h.reshape(rows, k), fn, base, scale)
+    pre, post, comb = (a.reshape(shape) for a, shape in zip(out, shapes, strict=True))
+    return pre, post, comb
+
+
+def expand_collapse_norm(
+    h: Array, y: Array, post: Array, comb: Array, pre: Array, weight: Array, *, norm_eps: float
+) -> tuple[Array, Array]:
+    """``op.build_expand_collapse_norm``'s contract on an sm_90 GPU: h, y and weight bf16 of four
+    streams, D a multiple of 8 up to 6144; else ``ValueError``.
+
+    A row has the same bits whatever the other rows and their number.
+    """
+    *lead, _, d = h.shape
+    mix = (*lead, STREAMS)
+    _checked(
+        h, d, y=(y, (*lead, d)), post=(post, mix), comb=(comb, (*mix, STREAMS)), pre=(pre, mix),
+        weight=(weight, (d,)),
+    )  # fmt: skip
+    rows = h.size // (STREAMS * d)
+    if rows == 0:
+        return h, y
+    s = Fused(rows, d, min(rows, SMS), norm_eps)
+    streams, normed = fused_launcher(s)(
+        h.reshape(rows, STREAMS, d),
+        y.reshape(rows, d),
+        post.reshape(rows, STREAMS),
+        comb.reshape(rows, STREAMS * STREAMS),
+        pre.reshape(rows, STREAMS),
+        weight,
+    )
+    return streams.reshape(h.shape), normed.reshape(y.shape)
