@@ -86,10 +86,43 @@ def _convert(rest, *x):
         return packed(
             np.where(both > 0, both, np.where(np.isnan(both), both, 0)) if "relu" in rest else both
         )
+    if "f16x2" in rest or "e4m3x2" in rest:
+        high, low = (v.astype(U32).view(F32) for v in x)
+        if "f16x2" in rest:
+            low, high = (v.astype(np.float16).view(np.uint16).astype(U64) for v in (low, high))
+            return low | high << U64(16)
+        assert "satfinite" in rest
+        low, high = (e4m3_bits(v) for v in (low, high))
+        return low | high << U64(8)
     if rest[-2:] == ["bf16", "f32"]:
         value = x[0].astype(U32).view(F32)
         return value.astype(ml_dtypes.bfloat16).view(np.uint16).astype(U64)
     return x[0].astype(U64)
+
+
+def e4m3_bits(x: np.ndarray) -> np.ndarray:
+    return np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8).astype(U64)
+
+
+def _smaller(rest, a, b):
+    if rest[-1] != "u16x2":
+        return _arith(np.fmin)(rest, a, b)
+    low, high = (_arith(np.fmin)(["u16"], a >> U64(n), b >> U64(n)) for n in (0, 16))
+    return low | high << U64(16)
+
+
+def _fused(rest, a, b, c):
+    x, y, z = (_typed(rest, v).astype(np.float64) for v in (a, b, c))
+    return _bits(rest, x * y + z)
+
+
+def _quotient(rest, a, b):
+    return _arith(np.true_divide if rest[-1] == "f32" else np.floor_divide)(rest, a, b)
+
+
+def _inverse(a):
+    with np.errstate(divide="ignore"):
+        return F32(1) / a
 
 
 def _permute(rest, a, b, sel):
@@ -125,11 +158,16 @@ OPERATIONS: dict[str, Callable] = {
     "cvt": _convert,
     "add": _arith(lambda a, b: a + b),
     "sub": _arith(lambda a, b: a - b),
-    "min": _arith(np.fmin),
+    "min": _smaller,
     "max": _arith(np.fmax),
     "mul": _multiply,
     "mad": _multiply,
-    "div": _arith(np.floor_divide),
+    "div": _quotient,
+    "fma": _fused,
+    "abs": _arith(np.abs),
+    "sqrt": _arith(np.sqrt),
+    "rcp": _arith(_inverse),
+    "ex2": _arith(np.exp2),
     "and": lambda rest, a, b: a & b if a.dtype == bool else _arith(np.bitwise_and)(rest, a, b),
     "or": lambda rest, a, b: a | b if a.dtype == bool else _arith(np.bitwise_or)(rest, a, b),
     "xor": _arith(np.bitwise_xor),
