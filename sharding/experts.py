@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.moe_experts.op import DECODE_ROWS, expert_count
+from pallas_kernels.moe_experts.repack import PackedExperts
 from pallas_kernels.moe_experts.weights import ExpertWeights
 from sharding.collectives import Axes, all_reduce, gather, rank_of, reduce_scatter
 
@@ -35,7 +37,7 @@ class SpreadExperts:
         x: Array,
         ids: Array,
         weights: Array,
-        experts: ExpertWeights,
+        experts: ExpertWeights | PackedExperts,
         shared: ExpertWeights,
         *,
         limit: float,
@@ -45,7 +47,8 @@ class SpreadExperts:
             return self.reduce(y, self.columns)
         routed = self._routed(x, ids, weights, experts, shared, limit)
         nobody = jnp.full_like(ids, -1)
-        own = self.op(x, nobody, weights, _no_experts(experts), shared, limit=limit)
+        kept = experts if _reads_shared(experts, len(x)) else _no_experts(experts)
+        own = self.op(x, nobody, weights, kept, shared, limit=limit)
         both = routed.astype(jnp.float32) + own.astype(jnp.float32)
         return self.reduce(both.astype(x.dtype), self.columns)
 
@@ -54,12 +57,12 @@ class SpreadExperts:
         x: Array,
         ids: Array,
         weights: Array,
-        experts: ExpertWeights,
+        experts: ExpertWeights | PackedExperts,
         shared: ExpertWeights,
         limit: float,
     ) -> Array:
         """[R, D] of the routed experts of all ranks, for this rank's rows."""
-        held = experts.w1.shape[0]
+        held = expert_count(experts, x.shape[-1])
         x = gather(x, self.rows, axis=0)
         # One gather for ids and weights.
         bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
@@ -72,7 +75,12 @@ class SpreadExperts:
         return all_reduce(reduce_scatter(y, self.rows), others)
 
 
-def _no_experts(experts: ExpertWeights) -> ExpertWeights:
+def _reads_shared(experts: ExpertWeights | PackedExperts, rows: int) -> bool:
+    """Whether the shared expert of so many rows is read from the packed weights."""
+    return isinstance(experts, PackedExperts) and rows <= DECODE_ROWS
+
+
+def _no_experts(experts: ExpertWeights | PackedExperts) -> ExpertWeights | PackedExperts:
     """A stack of none, of which the op gives the shared expert alone."""
     return jax.tree.map(lambda plane: plane[:0], experts)
 

@@ -32,7 +32,7 @@ _SPLITS: dict[str, tuple[str | None, ...]] = {
     ".ffn.experts.w1.weight": ("experts", "expert_columns", None),
     ".ffn.experts.w2.weight": ("experts", None, "expert_columns"),
     ".ffn.experts.w3.weight": ("experts", "expert_columns", None),
-    ".ffn.experts.weight": ("expert_columns",),  # repacked: one rank after the other
+    ".ffn.experts.weight": ("expert_parts",),  # repacked: one rank after the other
     ".ffn.shared_experts.w1.weight": ("expert_columns", None),
     ".ffn.shared_experts.w2.weight": (None, "expert_columns"),
     ".ffn.shared_experts.w3.weight": ("expert_columns", None),
@@ -87,6 +87,7 @@ class Layout:
             raise UserError(f"layout {self.name}: {'; '.join(refused)}", refused)
         if self.tensor > 1 and not axes["expert_columns"]:
             axes["experts"] = (*axes["experts"], MODEL)
+        axes["expert_parts"] = (*axes["experts"], *axes["expert_columns"])
         ways = prod(self.mesh_shape[a] for a in axes["experts"])
         for name, count in _expert_counts(cfg):
             if count % ways:

@@ -1,4 +1,4 @@
-"""Experts in the order that the Hopper kernels read, each rank's columns by themselves."""
+"""Experts in the order that the Hopper kernels read, each rank's part by itself."""
 
 from collections.abc import Callable
 
@@ -18,18 +18,11 @@ from sharding.place import Placement
 
 def repack_placed(model: Model, placement: Placement, kernels: str = "auto") -> None:
     """``repack_experts`` of a model on a placement: "mosaic", and "auto" on sm_90 for experts that
-    fit.
-
-    The kernels add the shared expert themselves, so whole experts that are spread over ranks stay
-    as they are. UserError where "mosaic" was asked for and cannot be.
+    fit. UserError where "mosaic" was asked for and they do not.
     """
     if kernels != "mosaic" and not (kernels == "auto" and on_hopper()):
         return
     name = placement.division.layout.name
-    if placement.division.axes["experts"]:
-        if kernels == "mosaic":
-            raise UserError(f"layout {name}: kernels 'mosaic' need experts split by columns alone")
-        return
     for _, module in list(nnx.iter_modules(model)):
         if isinstance(module, MoE):
             weights = module.experts(), module.shared_experts()
@@ -43,7 +36,9 @@ def repack_placed(model: Model, placement: Placement, kernels: str = "auto") -> 
 def repacked(
     experts: ExpertWeights, shared: ExpertWeights, placement: Placement
 ) -> repack.PackedExperts:
-    """Every rank's packed columns, one rank after the other on the first axis."""
+    """Every rank's packed part, the shared expert with it, one rank after the other on the first
+    axis.
+    """
     return jit(packing(placement))(experts, shared)
 
 

@@ -272,12 +272,17 @@ def checks(case: Case, seed: int, run: Callable | None = None) -> Iterator[Check
     ids, weights = (jnp.asarray(a[0]) for a in routings(case, seed))
     x = jax.random.normal(jax.random.key(seed + 1), (case.rows, case.layout.hidden), jnp.bfloat16)
     drawn = np.sort(np.random.default_rng(seed).permutation(case.rows)[:DRAWN])
-    crowd = jnp.full_like(ids, -1).at[:, 0].set(0)
+    nobody = jnp.full_like(ids, -1)
+    routes = {
+        "drawn rows": ids,
+        "one expert takes all rows": nobody.at[:, 0].set(0),
+        "no expert takes a row": nobody,
+    }
     for numerics in (SERVING, REFERENCE):
         options = {"limit": LIMIT, "numerics": numerics}
         program = Program(partial(run, **options), x, ids, weights, experts, shared)
         kind = f"{numerics.name}: "
-        for name, picked in (("drawn rows", ids), ("one expert takes all rows", crowd)):
+        for name, picked in routes.items():
             want = _reference(numerics)(*take((x, picked, weights), drawn), released, shared)
             got = take(program(x, picked, weights, experts, shared), drawn)
             if numerics is SERVING:

@@ -48,14 +48,15 @@ def build(kernels: str) -> Callable:
     ) -> Array:
         packed = isinstance(experts, PackedExperts)
         if jax.config.jax_enable_checks:
-            jax.debug.callback(_check_ids, ids, _count(experts, x.shape[-1]))
+            jax.debug.callback(_check_ids, ids, expert_count(experts, x.shape[-1]))
         chosen = _reference if by_weights and not packed else run
         return chosen(x, ids, weights, experts, shared, limit=limit, numerics=numerics)
 
     return moe_experts
 
 
-def _count(experts: ExpertWeights | PackedExperts, d: int) -> int:
+def expert_count(experts: ExpertWeights | PackedExperts, d: int) -> int:
+    """How many experts of hidden size D the stack holds."""
     packed = isinstance(experts, PackedExperts)
     return packed_count(experts, d) if packed else experts.w1.shape[0]
 

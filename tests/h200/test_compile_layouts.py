@@ -82,11 +82,15 @@ def test_decode_compiles_for_eight(name, kinds):
     assert all(traffic.count and traffic.nbytes for traffic in found.values())
 
 
-def test_tensor_ranks_run_the_expert_kernels(monkeypatch):
-    """288 columns a rank, as in the release: one kernel a layer inside ``shard_map``."""
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [("tp8", 1), pytest.param("dep8", 2, id="dep8: routed and shared apart")],
+)
+def test_ranks_run_the_expert_kernels(name, launches, monkeypatch):
+    """Inside ``shard_map``, at the release's width: 288 columns a rank, or one whole expert."""
     monkeypatch.setattr(dispatch, "on_hopper", lambda: True)
     sizes = {"moe_intermediate_size": 2304, "o_groups": 8, "o_lora_rank": 32}
     cfg = replace(Config.preset("tiny"), **sizes)
-    compiled, cache_bytes = compiled_decode("tp8", cfg, "auto", repacked=True)
+    compiled, cache_bytes = compiled_decode(name, cfg, "auto", repacked=True)
     assert compiled.memory_analysis().alias_size_in_bytes == cache_bytes
-    assert compiled.as_text().count("mosaic_gpu") >= cfg.num_hidden_layers
+    assert compiled.as_text().count("mosaic_gpu") >= launches * cfg.num_hidden_layers
