@@ -24,7 +24,15 @@ from pallas_kernels.index_topk.ref import block_scores
 from pallas_kernels.rotate import rotate
 from tests.dsv41_jax.support import Tiny, rows_for
 
-RECORDED = ("linear", "moe_gate", "moe_experts", "index_scores", "sparse_attention", "engram_rows")
+RECORDED = (
+    "linear",
+    "gathered_linear",
+    "moe_gate",
+    "moe_experts",
+    "index_scores",
+    "sparse_attention",
+    "engram_rows",
+)
 
 
 class Recorder:
@@ -81,7 +89,7 @@ class Tracer:
         gate, _ = block.engram.gate_and_value(self.ops, h, ids, ~self.rows.image)
         self.keep(f"{name}.gate", gate)
         self.keep(f"{name}.rows", self.recorder.last["engram_rows"][1])
-        self.keep(f"{name}.kv", self.recorder.last["linear"][1])
+        self.keep(f"{name}.kv", self.recorder.last["gathered_linear"][1])
         return self.keep(f"{name}.h_out", block.engram(self.ops, h, ids, ~self.rows.image))
 
     def block(self, block: Block, h: Array, pre: Array) -> tuple[Array, Array]:
