@@ -11,6 +11,9 @@ from tests.dsv41_jax.support import BUCKETS, PAGES, rows_for, tiny
 
 BUCKET = BUCKETS[-1]
 NUMERICS = pytest.mark.parametrize("numerics", ["float32", "reference"])
+SLOW_IN_FLOAT32 = pytest.mark.parametrize(
+    "numerics", [pytest.param("float32", marks=pytest.mark.slow), "reference"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,7 @@ def test_a_prefix_has_the_same_rows(numerics, ids):
         assert np.array_equal(logits(model, rows_for(ids[:n], size=BUCKET)), want[:n]), n
 
 
-@NUMERICS
+@SLOW_IN_FLOAT32
 def test_nothing_unwritten_matters(numerics, ids):
     """NaN or 0xFF in every row that no one has written, through prefill, decode and drafts."""
     model = tiny(numerics)
