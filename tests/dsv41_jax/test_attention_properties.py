@@ -95,7 +95,7 @@ def test_entries_appear_when_their_group_closes(numerics, ids):
                     assert np.isfinite(flat[: n // ratio]).all()
 
 
-@NUMERICS
+@SLOW_IN_FLOAT32
 def test_pages_lie_anywhere(numerics, ids):
     model = tiny(numerics)
     rows = rows_for(ids)
@@ -111,7 +111,7 @@ def test_pages_lie_anywhere(numerics, ids):
         assert same(np.asarray(got)[untouched], np.asarray(old)[untouched])
 
 
-@NUMERICS
+@SLOW_IN_FLOAT32
 def test_no_live_row_changes_nothing(numerics, ids):
     model = tiny(numerics)
     cache = model.forward(rows_for(ids[:20]), model.poisoned()).cache
@@ -119,7 +119,7 @@ def test_no_live_row_changes_nothing(numerics, ids):
     assert same(model.forward(rows, cache).cache, cache)
 
 
-@NUMERICS
+@SLOW_IN_FLOAT32
 def test_a_slot_is_reused_without_clearing(numerics, ids):
     model = tiny(numerics)
     used = model.forward(rows_for(ids[::-1]), model.cache()).cache
