@@ -13,6 +13,8 @@ THREADS = CONSUMERS + PRODUCERS
 CONSUMING_REGISTERS, PRODUCING_REGISTERS = 216, 72
 BARRIER_ALL, BARRIER_CONSUMERS = 8, 9
 QUERY_BYTES = 2 * MAX_HEADS * WIDTH
+SMEM_BYTES = 226 * 1024  # of 227: a launch also rounds a static byte of its own up
+TILES = (80, 64, 48)
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Attend:
             raise ValueError(f"{self.splits=} must be 1, 2, 4 or 8")
         if self.ring and self.ring < self.window_rows:
             raise ValueError(f"{self.ring=} must be at least {self.window_rows=}")
-        if self.tile not in (48, 64, 80):
-            raise ValueError(f"{self.tile=} must be 48, 64 or 80")
+        if self.tile not in TILES:
+            raise ValueError(f"{self.tile=} must be one of {TILES}")
 
     @property
     def share(self) -> int:
@@ -95,3 +97,7 @@ class Attend:
     @property
     def words(self) -> int:
         return self.used // 4 + 1
+
+    @property
+    def fits(self) -> bool:
+        return 4 * self.words <= SMEM_BYTES

@@ -17,7 +17,7 @@ from pallas_kernels import inline_ptx
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.quant.storage import LatentRows, StoredRows, WindowRows
 from pallas_kernels.sparse_attention.attend_ptx import NAMES, program
-from pallas_kernels.sparse_attention.attend_shape import ROPE, THREADS, WIDTH, Attend
+from pallas_kernels.sparse_attention.attend_shape import ROPE, THREADS, TILES, WIDTH, Attend
 
 BLOCKS = 128  # at once, as clusters of up to eight: 132 multiprocessors in groups of 16 or 18
 HEADS = (8, 16, 32, 64)
@@ -149,6 +149,10 @@ def _launch(
         (pool_pages, page), chosen = latents.shape[:2], selected
     blocks = splits(b * t, window_size + count)
     s = Attend(b * t, t, heads, window_size, count, pages, page, pool_pages, blocks)
+    fitting = [tile for tile in TILES if replace(s, tile=tile).fits]
+    if not fitting:
+        raise ValueError(f"sparse_attention: {window_size=} + {count=} must fit shared memory")
+    s = replace(s, tile=fitting[0])
     if ring:
         s = replace(s, owners=window.words.shape[0], ring=window.words.shape[1])
     out = launcher(s)(
