@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-Axes = tuple[str, ...]
+from pallas_kernels.all_reduce.exchange import MAX_ROWS
+from sharding.peer import Axes, traced_calls
 
 
 def rank_of(axes: Axes) -> Array | int:
@@ -25,8 +26,20 @@ def all_reduce(x: Array, axes: Axes) -> Array:
     return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x
 
 
+def peer_all_reduce(x: Array, axes: Axes) -> Array:
+    """The implementation ``peer``: stores to the memory of the other GPUs for up to 64 rows of
+    bf16, in a program that is traced inside ``PeerMemory.calls``; ``psum`` above.
+    """
+    if not axes or x.size > MAX_ROWS * x.shape[-1]:
+        return all_reduce(x, axes)
+    return traced_calls().all_reduce(x, axes)
+
+
 # Implementations of the sum that follows attention and experts in every layer.
-ALL_REDUCES: dict[str, Callable[[Array, Axes], Array]] = {"psum": all_reduce}
+ALL_REDUCES: dict[str, Callable[[Array, Axes], Array]] = {
+    "psum": all_reduce,
+    "peer": peer_all_reduce,
+}
 
 
 def gather(x: Array, axes: Axes, *, axis: int) -> Array:

@@ -22,10 +22,12 @@ from dsv41_jax.config import Config
 from dsv41_jax.model import Model
 from dsv41_jax.ops import Ops
 from dsv41_jax.rows import Rows
+from pallas_kernels.all_reduce.exchange import MAX_ROWS
 from pallas_kernels.numerics import SERVING, Numerics
 from sharding.build import build_ops
 from sharding.estimate import ShardedModel
 from sharding.hlo import Traffic, collectives
+from sharding.peer import PeerMemory
 from sharding.place import BY_RANK, Placement, load_placed, place
 from sharding.random_weights import random_model
 from sharding.repack import repack_placed
@@ -46,13 +48,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class PlacedStep:
-    """One step of a placed model; its cache is made anew for each measurement."""
+    """One step of a placed model; its cache is made anew for each measurement. peers: the kernel
+    ("mosaic" or "reference") of sums over tensor ranks if ``ops`` are built for "peer".
+    """
 
     model: Model
     ops: Ops
     placement: Placement
     step: Step
     page_size: int = 64
+    peers: str = ""
 
     @property
     def requests(self) -> int:
@@ -99,31 +104,58 @@ class PlacedStep:
         """An empty cache for the requests of every rank."""
         return jit(self._empty)()
 
-    def compiled(self) -> jax.stages.Compiled:
-        """The executable of (parameters, cache, rows) -> (cache, tokens); the cache is donated."""
+    def memory(self) -> PeerMemory | None:
+        """What the sums over tensor ranks need; None where ``psum`` does them."""
+        shape, rows = self.placement.division.layout.mesh_shape, self.requests * self.width
+        axes = tuple(a for a in self.placement.division.axes["heads"] if shape[a] > 1)
+        if not self.peers or not axes or rows > MAX_ROWS:
+            return None
+        width = self.model.cfg.hidden_size
+        return PeerMemory.make(
+            self.placement.mesh, axes, rows=rows, width=width, kernels=self.peers
+        )
+
+    def compiled(self, memory: PeerMemory | None = None) -> jax.stages.Compiled:
+        """The executable of (parameters, cache, rows) -> (cache, tokens); the cache is donated.
+        memory: also of its table, and to the errors of the step.
+        """
         graph, params = nnx.split(self.model)
         cache = self.placement.shapes(jax.eval_shape(self._empty), BY_RANK)
 
-        def run(params: nnx.State, cache: Cache, rows: Rows) -> tuple[Cache, Array]:
-            return forward(nnx.merge(graph, params), self.ops, cache, rows, self.step)
+        def run(params: nnx.State, cache: Cache, rows: Rows, *table: Array) -> tuple:
+            model = nnx.merge(graph, params)
+            if memory is None:
+                return forward(model, self.ops, cache, rows, self.step)
+            with memory.calls(*table) as calls:
+                cache, tokens = forward(model, self.ops, cache, rows, self.step)
+                return cache, tokens, calls.finish()
 
-        specs = (self.placement.parameter_specs(params), BY_RANK, BY_RANK)
-        function = self.placement.over_ranks(run, specs, BY_RANK)
-        return jit(function, donate=(1,)).lower(params, cache, self.rows()).compile()
+        inputs = (self.placement.parameter_specs(params), BY_RANK, BY_RANK)
+        outputs, table = (BY_RANK, BY_RANK), ()
+        if memory is not None:
+            spec, table = memory.table_spec, (memory.table,)
+            inputs, outputs = (*inputs, spec), (*outputs, spec)
+        function = jit(self.placement.over_ranks(run, inputs, outputs), donate=(1,))
+        return function.lower(params, cache, self.rows(), *table).compile()
 
     def measure(self) -> Measured:
         """Compile, warm up and time the step."""
-        compiled = self.compiled()
+        memory = self.memory()
+        compiled = self.compiled(memory)
         params, rows, cache = nnx.split(self.model)[1], self.rows(), self.cache()
+        table = () if memory is None else (memory.table,)
 
         def run(count: int) -> float:
             nonlocal cache
             began = time.perf_counter()
-            tokens = None
+            results: list = []
             for _ in range(count):
-                cache, tokens = compiled(params, cache, rows)
-            jax.block_until_ready(tokens)
-            return (time.perf_counter() - began) / count
+                cache, *results = compiled(params, cache, rows, *table)
+            jax.block_until_ready(results)
+            seconds = (time.perf_counter() - began) / count
+            if memory is not None:
+                memory.check(results[-1], self.step.phase)
+            return seconds
 
         run(1)
         count = min(_MOST_STEPS, max(1, round(_LEAST_SECONDS / run(1))))
@@ -167,13 +199,14 @@ def _tail(cfg: Config, rows: Rows, handoff: Handoff) -> tuple[Rows, Handoff]:
 
 @dataclass(frozen=True)
 class Meter:
-    """Fills the measured columns of a sweep. checkpoint: a directory, or None for random
-    weights.
+    """Fills the measured columns of a sweep. checkpoint: a directory, or None for random weights.
+    all_reduce: of ``ALL_REDUCES``.
     """
 
     checkpoint: str | None
     numerics: Numerics = SERVING
     kernels: str = "auto"
+    all_reduce: str = "psum"
 
     def fill(
         self, rows: list[dict[str, Any]], models: Iterable[ShardedModel], steps: Iterable[Step]
@@ -185,14 +218,20 @@ class Meter:
         for i, model in enumerate(models):
             placement = place(model.layout.name, model.cfg)
             loaded = self._model(model, placement)
-            ops = build_ops(placement.division, self.numerics, self.kernels)
+            ops = build_ops(placement.division, self.numerics, self.kernels, self.all_reduce)
             for j, step in enumerate(steps):
                 progress_line(f"measure {model.layout.name} {step.phase} {step.batch}")
-                found = PlacedStep(loaded, ops, placement, step).measure()
+                found = PlacedStep(loaded, ops, placement, step, peers=self.peers).measure()
                 row = rows[j * len(models) + i]
                 row["step_us_measured"] = found.step_us
                 row["estimate_error"] = row["step_us_estimated"] / found.step_us - 1
                 row["collectives"] = {k: asdict(t) for k, t in found.collectives.items()}
+
+    @property
+    def peers(self) -> str:
+        if self.all_reduce != "peer":
+            return ""
+        return "reference" if self.kernels == "reference" else "mosaic"
 
     def _model(self, model: ShardedModel, placement: Placement) -> Model:
         if self.checkpoint is None:

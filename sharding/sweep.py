@@ -19,6 +19,7 @@ from dsv41_jax.checkpoint.read import read_config
 from dsv41_jax.command import exit_status, output_file
 from dsv41_jax.config import Config
 from dsv41_jax.errors import UserError
+from sharding.collectives import ALL_REDUCES
 from sharding.estimate import Estimate, ShardedModel, slot_bytes
 from sharding.hardware import MEANINGS, Hardware, hardware
 from sharding.layouts import LAYOUTS, Layout, layout
@@ -97,6 +98,10 @@ def _parser() -> argparse.ArgumentParser:
         "--measure", action="store_true",
         help="also run every step on the devices at hand; without a checkpoint: random weights",
     )  # fmt: skip
+    parser.add_argument(
+        "--all-reduce", choices=list(ALL_REDUCES), default="psum",
+        help="of a measured step of up to 64 rows (default: psum; peer needs Hopper GPUs)",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="the same numbers for programs")
     parser.add_argument("--plot", metavar="FILE.png", help="tokens/s a user against tokens/s a GPU")
     return parser
@@ -146,7 +151,9 @@ def read_sweep(arguments: argparse.Namespace) -> Sweep:
         for context in contexts
         for batch in batches
     )
-    meter = Meter(arguments.checkpoint) if arguments.measure else None
+    meter = None
+    if arguments.measure:
+        meter = Meter(arguments.checkpoint, all_reduce=arguments.all_reduce)
     return Sweep(cfg, machine, models, left_out, steps, meter)
 
 

@@ -1,0 +1,87 @@
+"""What the ranks of one all-reduce agree on: shape, ways and the layout of their shared memory."""
+
+from dataclasses import dataclass
+
+SLOTS = 3  # call i clears what call i - 1 read while peers may still write what it reads itself
+SENTINEL = 0x80008000  # a word that has not arrived: two bf16 -0.0, which no rank ever sends
+THREADS = 128
+VECTOR = 8  # bf16 that a thread moves at once, 16 bytes
+MAX_ROWS = 64
+MAX_RANKS = 16
+RESIDENT = 4 * 132  # blocks that a Hopper GPU surely holds at once
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The sum of bf16 [rows, width] over ``ranks`` GPUs that reach each other's memory.
+
+    Every rank owns ``words`` int32: three slots, then the error word. A slot of one-shot holds one
+    array for each sender; of two-shot a part for each sender, then the sums.
+    """
+
+    ranks: int
+    rows: int
+    width: int
+    timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.ranks <= MAX_RANKS:
+            raise ValueError(f"{self.ranks=} must be 2 to {MAX_RANKS}")
+        if not 0 < self.rows <= MAX_ROWS:
+            raise ValueError(f"{self.rows=} must be 1 to {MAX_ROWS}")
+        if self.width <= 0 or self.width % VECTOR:
+            raise ValueError(f"{self.width=} must be a positive multiple of {VECTOR}")
+        if not 0 < self.timeout_s <= 60:
+            raise ValueError(f"{self.timeout_s=} must be above 0 and at most 60")
+        if self.grid > RESIDENT:
+            raise ValueError(
+                f"{self.width=} must be at most {RESIDENT * THREADS * VECTOR // self.rows}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.rows * self.width
+
+    @property
+    def two_shot(self) -> bool:
+        """One-shot sends the whole array to every peer: for two ranks that is the least there is,
+        for more it loses once bytes outweigh a second crossing.
+        """
+        divisible = self.rows * self.width % (VECTOR * self.ranks) == 0
+        return self.ranks > 2 and self.rows > 128 // self.ranks and divisible
+
+    @property
+    def part(self) -> int:
+        """Bytes that one rank sends to another in the first crossing."""
+        return self.nbytes // self.ranks if self.two_shot else self.nbytes
+
+    @property
+    def vectors(self) -> int:
+        """Threads that have work."""
+        return self.part // (2 * VECTOR)
+
+    @property
+    def grid(self) -> int:
+        """Blocks of ``THREADS`` threads; all run at once, or ranks could wait for blocks of each
+        other that never start.
+        """
+        return -(-self.vectors // THREADS)
+
+    @property
+    def sums(self) -> int:
+        """Byte at which the slots of the second crossing begin."""
+        return SLOTS * self.ranks * self.part
+
+    @property
+    def fault(self) -> int:
+        """Byte of the error word: 0, or the sender that did not answer in time, plus 1."""
+        return self.sums + (SLOTS * self.nbytes if self.two_shot else 0)
+
+    @property
+    def words(self) -> int:
+        return self.fault // 4 + 4
+
+    @property
+    def table_words(self) -> int:
+        """int32 of a rank's table: the addresses of all ranks' memory, then its own number."""
+        return 2 * self.ranks + 2

@@ -1,0 +1,209 @@
+"""The peer-to-peer all-reduce in a program: shared memory, its table, and the calls of one step.
+
+One ``PeerMemory`` for each executable, made once and kept as long as that runs. A program takes
+its table as an argument, never donated, and makes its calls inside ``PeerMemory.calls``:
+
+    memory = PeerMemory.make(mesh, ("model",), rows=8, width=5120)
+    def step(x, table):                      # inside shard_map; table by memory.table_spec
+        with memory.calls(table) as calls:
+            y = calls.all_reduce(x, axes)    # or an op built with all_reduce="peer"
+            return y, calls.finish()         # errors, by memory.table_spec
+    memory.check(errors, "decode 17")        # StuckStep if a rank got no answer
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dsv41_jax.errors import UserError
+from pallas_kernels.all_reduce.exchange import SENTINEL, SLOTS, Exchange
+from pallas_kernels.all_reduce.op import build_all_reduce, build_all_reduce_norm, build_report
+from sharding.watchdog import StuckStep
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PeerMemory:
+    """Memory of all ranks of a mesh for sums over ``axes`` of bf16 [exchange.rows, exchange.width].
+
+    slots: int32 [devices, words], which the kernels write to by its addresses. table: int32
+    [devices, table_words], where each device finds the slots of its group.
+    """
+
+    mesh: Mesh
+    axes: Axes
+    exchange: Exchange
+    kernels: str
+    slots: Array
+    table: Array
+
+    @classmethod
+    def make(
+        cls,
+        mesh: Mesh,
+        axes: Axes,
+        *,
+        rows: int,
+        width: int,
+        timeout_s: float = 5.0,
+        kernels: str = "mosaic",
+    ) -> "PeerMemory":
+        """UserError if another process holds some of the devices, or they lack the kernel;
+        ValueError for a shape that it does not take. kernels "reference": the same calls by XLA.
+        """
+        exchange = Exchange(prod(mesh.shape[axis] for axis in axes), rows, width, timeout_s)
+        devices = list(mesh.devices.flat)
+        foreign = {d.process_index for d in devices} - {jax.process_index()}
+        if foreign:
+            raise UserError(
+                f"the peer-to-peer all-reduce needs one process for all devices of a mesh, process"
+                f" {min(foreign)} holds some of these"
+            )
+        try:
+            build_all_reduce(kernels)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        empty = np.full((1, exchange.words), SENTINEL, np.uint32).view(np.int32)
+        empty[:, exchange.fault // 4 :] = 0
+        slots = _spread(mesh, [empty] * len(devices))
+        held = {s.device: s.data.unsafe_buffer_pointer() for s in slots.addressable_shards}
+        rows_of = {}
+        for group in groups(mesh, axes):
+            addresses = np.array([held[device] for device in group], np.uint64).view(np.int32)
+            for rank, device in enumerate(group):
+                rows_of[device] = np.array([[*addresses, rank, 0]], np.int32)
+        table = _spread(mesh, [rows_of[device] for device in devices])
+        return cls(mesh, axes, exchange, kernels, slots, table)
+
+    @property
+    def table_spec(self) -> PartitionSpec:
+        """Of the table, and of the errors that a step returns."""
+        return PartitionSpec(self.mesh.axis_names)
+
+    @contextmanager
+    def calls(self, table: Array) -> Iterator["PeerCalls"]:
+        """The calls of one program while it is traced; table int32 [1, K]: this rank's."""
+        calls = PeerCalls(self, table)
+        token = _TRACED.set(calls)
+        try:
+            yield calls
+        finally:
+            _TRACED.reset(token)
+
+    def check(self, errors: Any, step: str) -> None:
+        """StuckStep that names the ranks (positions in the mesh) of which one waited in vain for
+        the other, if a step's errors int32 [devices] say so; the memory is useless from then on.
+        """
+        codes = np.asarray(errors)
+        if codes.any():
+            place = int(np.flatnonzero(codes)[0])
+            devices = list(self.mesh.devices.flat)
+            group = next(g for g in groups(self.mesh, self.axes) if devices[place] in g)
+            late = devices.index(group[int(codes[place]) - 1])
+            raise StuckStep(
+                f"step {step}: rank {place} got no answer from rank {late} within"
+                f" {self.exchange.timeout_s:g} s in an all-reduce"
+            )
+
+
+@dataclass(eq=False)
+class PeerCalls:
+    """Calls of one program in their order; made by ``PeerMemory.calls``."""
+
+    memory: PeerMemory
+    table: Array
+    count: int = 0
+    last: Array | None = field(default=None, repr=False)
+
+    def all_reduce(self, x: Array, axes: Axes) -> Array:
+        """The sum over the axes, those of the memory, of x bf16 [..., D], as many rows as its
+        exchange has.
+        """
+        e = self.memory.exchange
+        if axes != self.memory.axes:
+            raise ValueError(f"{axes=} must be {self.memory.axes}, which the peer memory sums over")
+        if x.dtype != "bfloat16" or x.size != e.rows * e.width or x.shape[-1] != e.width:
+            raise ValueError(f"{x.shape=} {x.dtype=} must be bfloat16 of {e.rows} x {e.width}")
+        flat = x.reshape(e.rows, e.width)
+        run = build_all_reduce(self.memory.kernels)
+        return self._next(flat, run, flat).reshape(x.shape)
+
+    def all_reduce_norm(
+        self,
+        h: Array,
+        y: Array,
+        post: Array,
+        comb: Array,
+        pre: Array,
+        weight: Array,
+        *,
+        norm_eps: float,
+    ) -> tuple[Array, Array]:
+        """``build_all_reduce_norm``: the streams and the normed rows of h [R, 4, D] and the sum of
+        y [R, D].
+        """
+        run = build_all_reduce_norm(self.memory.kernels)
+        streams = h, y, post, comb, pre, weight
+        return self._next(y, run, *streams, norm_eps=norm_eps)
+
+    def finish(self) -> Array:
+        """int32 [1]: the error word behind all calls, which are filled up to a multiple of 3."""
+        while self.last is not None and self.count % SLOTS:
+            self.all_reduce(self.last, self.memory.axes)
+        after = self.table if self.last is None else self.last
+        report = build_report(self.memory.kernels)
+        return report(self.table, after, self.memory.axes, exchange=self.memory.exchange)
+
+    def _next(self, first: Array, run: Callable, *arrays: Array, **options: float) -> Any:
+        """The call behind the one before it, whatever XLA knows of their order."""
+        after = first if self.last is None else self.last
+        result = run(
+            *arrays,
+            self.table,
+            after,
+            self.memory.axes,
+            exchange=self.memory.exchange,
+            slot=self.count % SLOTS,
+            **options,
+        )
+        self.count += 1
+        self.last = result[-1] if isinstance(result, tuple) else result
+        return result
+
+
+_TRACED: ContextVar[PeerCalls | None] = ContextVar("peer calls of the program traced", default=None)
+
+
+def traced_calls() -> PeerCalls:
+    """Those of the program that is being traced; ValueError if it has no peer memory."""
+    calls = _TRACED.get()
+    if calls is None:
+        raise ValueError("the peer-to-peer all-reduce must be traced inside PeerMemory.calls")
+    return calls
+
+
+def groups(mesh: Mesh, axes: Axes) -> list[list[Any]]:
+    """Devices that reduce with each other, each in the order of its rank, the first axis
+    outermost.
+    """
+    others = [axis for axis in mesh.axis_names if axis not in axes]
+    order = [mesh.axis_names.index(axis) for axis in (*others, *axes)]
+    ranks = prod(mesh.shape[axis] for axis in axes)
+    return mesh.devices.transpose(order).reshape(-1, ranks).tolist()
+
+
+def _spread(mesh: Mesh, rows: list[np.ndarray]) -> Array:
+    """One row [1, K] for each device of the mesh."""
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    parts = [jax.device_put(r, d) for r, d in zip(rows, mesh.devices.flat, strict=True)]
+    shape = (len(rows), *rows[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
