@@ -58,32 +58,34 @@ def hash_rows_host(
     pad: int,
     previous: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Table rows int32 [T, (N-1) * heads] of T consecutive tokens of one sequence.
+    """Table rows int32 [..., T, (N-1) * heads] of T consecutive tokens of one sequence or of many.
 
-    ids: int [T] raw token ids; dead: bool [T], True inside image spans. An id outside the token
-    map is dead, too. token_map, pad: from `dsv41_jax.tokenizer.token_map`.
-    previous: int [N-1], the raw ids just before, oldest first, -1 for none or for a dead token;
-    None at the start of a sequence.
+    ids: int [..., T] raw token ids; dead: bool [..., T], True inside image spans. An id outside the
+    token map is dead, too. token_map, pad: from `dsv41_jax.tokenizer.token_map`.
+    previous: int [..., N-1], the raw ids just before, oldest first, -1 for none or for a dead
+    token; None at the start of sequences.
     """
-    lookback = len(constants.multipliers) - 1
+    if ids.ndim < 1 or dead.shape != ids.shape:
+        raise ValueError(f"{ids.shape=} and {dead.shape=} must be equal, of some dimension")
+    *lead, count = ids.shape
+    before = (*lead, len(constants.multipliers) - 1)
     if previous is None:
-        previous = np.full(lookback, BARRIER)
-    if previous.shape != (lookback,):
-        raise ValueError(f"{previous.shape=} must be ({lookback},)")
-    if ids.ndim != 1 or dead.shape != ids.shape:
-        raise ValueError(f"{ids.shape=} and {dead.shape=} must be one equal dimension")
-    history = np.concatenate([previous, np.where(dead, BARRIER, ids.astype(np.int64))])
+        previous = np.full(before, BARRIER)
+    if previous.shape != before:
+        raise ValueError(f"{previous.shape=} must be {before}")
+    history = np.concatenate([previous, np.where(dead, BARRIER, ids.astype(np.int64))], axis=-1)
     compressed = _compress(token_map, history)
-    alive = np.ones(len(ids), bool)
-    acc = np.zeros(len(ids), np.int64)
+    alive = np.ones(ids.shape, bool)
+    acc = np.zeros(ids.shape, np.int64)
     columns = []
     for back, multiplier in enumerate(constants.multipliers):
-        token = compressed[lookback - back : lookback - back + len(ids)]
+        first = before[-1] - back
+        token = compressed[..., first : first + count]
         alive &= token != BARRIER
         acc ^= np.where(alive, token, pad) * multiplier
         if back:
-            columns.append(acc[:, None] % np.array(constants.primes[back - 1], np.int64))
-    return (np.concatenate(columns, axis=1) + constants.offsets).astype(np.int32)
+            columns.append(acc[..., None] % np.array(constants.primes[back - 1], np.int64))
+    return (np.concatenate(columns, axis=-1) + constants.offsets).astype(np.int32)
 
 
 def _compress(token_map: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.engram.staged import StagedRows, placed
 from pallas_kernels.quant import Packed
 
 F32 = jnp.float32
 
 
-def engram_rows(table: Array | Packed, ids: Array, *, dtype: jnp.dtype) -> Array:
+def engram_rows(table: Array | Packed | StagedRows, ids: Array, *, dtype: jnp.dtype) -> Array:
+    table, ids = placed(table, ids)
     rows = jax.tree.map(lambda plane: plane[ids], table)
     values = rows.dequantize(dtype) if isinstance(rows, Packed) else rows.astype(dtype)
     return values.reshape(*ids.shape[:-1], ids.shape[-1] * values.shape[-1])
@@ -28,3 +30,12 @@ def engram_gate(
 
 def engram_add(h: Array, gate: Array, value: Array) -> Array:
     return (h.astype(F32) + gate[..., None] * value.astype(F32)[..., None, :]).astype(h.dtype)
+
+
+def engram_gate_add(
+    h: Array, kv: Array, q_weight: Array, k_weight: Array, live: Array, *, eps: float
+) -> Array:
+    streams, width = h.shape[-2:]
+    keys = kv[..., : streams * width].reshape(h.shape)
+    gate = engram_gate(h, keys, q_weight, k_weight, live, eps=eps)
+    return engram_add(h, gate, kv[..., streams * width :])

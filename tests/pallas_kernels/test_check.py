@@ -6,7 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import jax
@@ -18,6 +18,7 @@ from pallas_kernels.check import Check, Program, aligned, near, near_overall, sa
 from pallas_kernels.check import __main__ as command
 from pallas_kernels.check.child import selected, serve
 from pallas_kernels.check.parent import NoDevice, Outcome, outcomes
+from pallas_kernels.compress import cases as store_cases
 from pallas_kernels.index_scores import cases as score_cases
 from pallas_kernels.index_scores.ref import index_scores
 from pallas_kernels.index_topk import cases as topk_cases
@@ -26,9 +27,8 @@ from pallas_kernels.moe_experts import cases as expert_cases
 from pallas_kernels.moe_experts.ref import moe_experts
 from pallas_kernels.moe_gate import cases as gate_cases
 from pallas_kernels.moe_gate.ref import moe_gate
-from pallas_kernels.quant.storage import WindowRows
 from pallas_kernels.sparse_attention import cases as attention_cases
-from pallas_kernels.sparse_attention.ref import sparse_attention
+from pallas_kernels.sparse_attention.ref import ring_attention, sparse_attention
 
 GATE = gate_cases.Case(24, 8, 2, 64)
 GATE_ROWS = gate_cases.Case(8, 16, 3, 64, bias_rows=True)
@@ -36,6 +36,7 @@ PICKS = topk_cases.Case(20, 600, 600, k=32)
 BLOCKS = topk_cases.Case(3, 99, 99, blocks=8, block_size=4, picks="blocks")
 EXPERTS = expert_cases.Case(4, expert_cases.Layout("small", 4, 64, 6, 64, 2))
 ATTENTION = attention_cases.Case(2, 5, 130, 24, 20, 16, heads=8)
+STORE = store_cases.StoreCase(3, 7, 2, page=6, ring=24)
 SCORES = score_cases.Case(5, 3, 3, 17, heads=4, page=8, block_size=4)
 
 
@@ -47,15 +48,6 @@ def unread(select: Callable) -> Callable:
         return select(jnp.where(seen, scores, -jnp.inf), visible, **options)
 
     return run
-
-
-def from_rings(q, cos, sin, ring, tags, slot, position, *rest, window_size, numerics):
-    at = position[:, :1] - (window_size - 1) + jnp.arange(window_size - 1 + q.shape[1])
-    index = slot[:, None], at % tags.shape[1]
-    window, written = WindowRows(ring.words[index]), tags[index] == at
-    return sparse_attention(
-        q, cos, sin, window, written, position, *rest, window_size=window_size, numerics=numerics
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +65,9 @@ def one_set(monkeypatch):
         (topk_cases.checks, PICKS, unread(topk_ref.index_topk)),
         (topk_cases.checks, BLOCKS, unread(topk_ref.top_blocks)),
         (expert_cases.checks, EXPERTS, moe_experts),
-        (partial(attention_cases.checks, ring=from_rings), ATTENTION, sparse_attention),
+        (partial(attention_cases.checks, ring=ring_attention), ATTENTION, sparse_attention),
         (score_cases.checks, SCORES, index_scores),
+        (store_cases.checks, STORE, partial(store_cases.stored, kernel=False)),
     ],
     ids=lambda value: str(value) if hasattr(value, "rows") else "",
 )
@@ -179,6 +172,18 @@ def test_scores_two_steps_off_are_found():
     assert "drawn requests, bf16 steps" in failures(score_cases, SCORES, run)
 
 
+def test_a_stored_row_that_must_stay_is_found():
+    def run(cache, made):
+        (ring, tags, pool, keys), *rest = store_cases.stored(cache, made, kernel=False)
+        pool = replace(pool, words=pool.words.at[pool.words.shape[0] - 1, 0, 71].add(1))
+        return (ring, tags, pool, keys), *rest
+
+    found = failures(store_cases, STORE, run)
+    assert found == [
+        f"{k}: latents 2, words of rows not stored" for k in ("whole numbers", "any values")
+    ]
+
+
 def test_measures():
     a = jnp.asarray([[3.0, 4.0], [0.0, 0.0]])
     assert same("", (a, a), (a, a)) == Check("", 0, 0)
@@ -277,7 +282,7 @@ def test_a_child_serves_from_a_case_on():
     ("argv", "message"),
     [
         (["nothing"], "op 'nothing' must be a folder of pallas_kernels"),
-        (["linear"], "op 'linear' has no kernel to check"),
+        (["quant"], "op 'quant' has no kernel to check"),
         (["moe_gate", "--case", "rows=7,"], "--case 'rows=7,' must be part of a case's name"),
         (["moe_gate", "--timeout", "0"], "--timeout 0 must be positive"),
         (["moe_gate", "--seed", "-1"], "--seed -1 must not be negative"),
@@ -320,7 +325,14 @@ def test_the_command_reports_every_check(errors, tmp_path, monkeypatch, capsys):
 
 
 def test_names_of_cases_differ():
-    for op in ("moe_gate", "moe_experts", "sparse_attention", "index_topk", "index_scores"):
+    for op in (
+        "compress",
+        "moe_gate",
+        "moe_experts",
+        "sparse_attention",
+        "index_topk",
+        "index_scores",
+    ):
         cases = importlib.import_module(f"pallas_kernels.{op}.cases")
         names = [str(case) for case in cases.CHECKED]
         assert len({*names}) == len(names) and {*cases.CASES} <= {*cases.CHECKED}

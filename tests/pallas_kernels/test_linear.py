@@ -8,7 +8,7 @@ from dsv41_jax import compiling
 from pallas_kernels.linear.cases import CORNERS
 from pallas_kernels.linear.op import build
 from pallas_kernels.numerics import FLOAT32, REFERENCE, SERVING
-from pallas_kernels.quant import Fp4Rows, Fp8Blocks, Fp8Rows
+from pallas_kernels.quant import Fp4Rows, Fp8Blocks, Fp8Rows, dequantized
 from tests.tolerances import F32_REL
 
 linear = build("reference")
@@ -41,7 +41,7 @@ def test_products_in_every_numerics(case, numerics):
     plain = case.weight not in ENCODINGS
     rounded = Fp8Rows.quantize(x).dequantize() if numerics.round_activations and not plain else x
     a = np.asarray(rounded, np.float64)
-    b = np.asarray(w if plain else w.dequantize(), np.float64)
+    b = np.asarray(dequantized(w, jnp.float32), np.float64)
     norm = np.linalg.norm(a, axis=-1)[:, None] * np.linalg.norm(b, axis=-1) + 1e-30
     assert got.shape == (case.rows, case.n) and got.dtype == jnp.float32
     assert (np.abs(np.asarray(got, np.float64) - a @ b.T) / norm < F32_REL).all()

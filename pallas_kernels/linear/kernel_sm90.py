@@ -1,0 +1,168 @@
+"""FP8 ``linear`` on Hopper, weights read as released and dequantised in registers (ARCHITECTURE
+0.1).
+
+Not all of their cases are timed yet, so ``auto`` does not choose them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import inline_ptx
+from pallas_kernels.linear import arrange_ptx, broad_ptx, broad_shape, skinny_ptx, skinny_shape
+from pallas_kernels.linear.broad_shape import Broad
+from pallas_kernels.linear.skinny_shape import MAX_K, ROWS, Skinny
+from pallas_kernels.numerics import Numerics
+from pallas_kernels.quant import Fp8Blocks, Fp8Rows, Packed
+
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+WARPGROUP = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+
+
+def unfit(
+    x: Array,
+    weights: Sequence[Array | Packed],
+    numerics: Numerics,
+    out_dtype: jnp.dtype | None = None,
+) -> str:
+    """Why ``linears`` refuses these operands; empty if it does not."""
+    if x.dtype != BF16 or numerics.dtype != BF16:
+        return f"{x.dtype=} and {numerics.name=} must be of bfloat16"
+    if out_dtype is not None and jnp.dtype(out_dtype) not in (BF16, F32):
+        return f"{out_dtype=} must be bfloat16 or float32"
+    if not x.shape[-1] <= MAX_K:
+        return f"{x.shape=} must end in at most {MAX_K}"
+    for w in weights:
+        if not isinstance(w, Fp8Blocks):
+            return f"{type(w).__name__} must be Fp8Blocks"
+        n, k = w.shape
+        if k != x.shape[-1] or w.scales.shape != (n // 32, k // 32) or n % 32 or k % 32:
+            return f"{w.shape=}, {w.scales.shape=} must be [N, {x.shape[-1]}] of 32 x 32 blocks"
+    return "" if weights else "weights must be one at least"
+
+
+def linears(
+    x: Array,
+    weights: Sequence[Array | Packed],
+    *,
+    numerics: Numerics,
+    out_dtype: jnp.dtype | None = None,
+    early: bool = False,
+) -> tuple[Array, ...]:
+    """``op.build_many``'s contract on an sm_90 GPU; ``ValueError`` for what ``unfit`` names.
+
+    Codes are finite; a scale above 2^7 gives infinities. A row's bits depend on how ``tuned`` of
+    ``skinny_shape`` (up to 128 rows) or ``broad_shape`` splits K for this number of rows, and on
+    nothing else.
+
+    ``early``, up to 128 rows: weights are read before the kernel ahead has ended. Only for weights
+    that no earlier kernel of the program writes.
+    """
+    if why := unfit(x, weights, numerics, out_dtype):
+        raise ValueError(why)
+    if numerics.round_activations:
+        x = Fp8Rows.quantize(x).dequantize(BF16)
+    lead, k = x.shape[:-1], x.shape[-1]
+    rows, outputs = prod(lead), tuple(w.shape[0] for w in weights)
+    wide = out_dtype is not None and jnp.dtype(out_dtype) == F32
+    if rows == 0:
+        return tuple(jnp.zeros((*lead, n), F32 if wide else BF16) for n in outputs)
+    packed = [w for w in weights if isinstance(w, Fp8Blocks)]
+    planes = [plane for w in packed for plane in (w.codes, w.scales)]
+    launch = launcher(rows, k, outputs, wide=wide, early=early)
+    results = launch(x.reshape(rows, k), *planes)
+    return tuple(y.reshape(*lead, n) for y, n in zip(results, outputs, strict=True))
+
+
+def launcher(
+    rows: int,
+    k: int,
+    outputs: tuple[int, ...],
+    *,
+    wide: bool = False,
+    early: bool = False,
+    after: bool = False,
+) -> Callable:
+    """(x [rows, k], codes and scales of each matrix) to results; with ``after`` a last operand that
+    the kernel does not read, but that has to be there.
+    """
+    if rows <= ROWS:
+        return skinny_launcher(skinny_shape.tuned(rows, k, outputs, wide=wide, early=early), after)
+    return broad_launcher(broad_shape.tuned(rows, k, outputs, wide), after)
+
+
+@lru_cache(maxsize=256)
+def skinny_launcher(s: Skinny, after: bool = False) -> Callable:
+    """``launcher`` for up to ``ROWS`` rows."""
+    count = len(s.outputs)
+    body = inline_ptx.block(skinny_ptx.program(s), gmem=1 + 3 * count, smem=1, scalars=1)
+
+    def linear_few_rows(*refs):
+        inputs = 1 + 2 * count
+        refs = refs[:inputs] + refs[inputs + after :]
+        body(*refs, lax.axis_index("tile"))
+        if s.early:
+            plgpu.griddepcontrol_wait()  # asks for the launch attribute; the body has waited
+
+    return plgpu.kernel(
+        linear_few_rows,
+        out_type=tuple(
+            jax.ShapeDtypeStruct((s.rows, n), F32 if s.wide else BF16) for n in s.outputs
+        ),
+        grid=(s.grid,),
+        grid_names=("tile",),
+        cluster=(s.splits,),
+        cluster_names=("part",),
+        scratch_types=(plgpu.SMEM((s.words,), jnp.int32),),
+        compiler_params=WARPGROUP,
+    )
+
+
+@lru_cache(maxsize=256)
+def broad_launcher(s: Broad, after: bool = False) -> Callable:
+    """``launcher`` for more: one launch orders the columns of x, one multiplies."""
+    count = len(s.outputs)
+    arrange = inline_ptx.block(arrange_ptx.program(s), gmem=2, smem=0, scalars=1)
+    multiply = inline_ptx.block(broad_ptx.program(s), gmem=1 + 3 * count, smem=1, scalars=1)
+
+    def linear_arrange(*refs):
+        arrange(refs[0], refs[-1], lax.axis_index("group"))
+
+    def linear_many_rows(*refs):
+        multiply(*refs, lax.axis_index("block"))
+
+    image = plgpu.kernel(
+        linear_arrange,
+        out_type=jax.ShapeDtypeStruct(
+            (s.units * s.groups * broad_shape.GROUP_BYTES // 4,), "int32"
+        ),
+        grid=(s.groups,),
+        grid_names=("group",),
+        compiler_params=WARPGROUP,
+    )
+    product = plgpu.kernel(
+        linear_many_rows,
+        out_type=tuple(
+            jax.ShapeDtypeStruct((s.rows, n), F32 if s.wide else BF16) for n in s.outputs
+        ),
+        grid=(s.blocks,),
+        grid_names=("block",),
+        cluster=(s.splits,),
+        cluster_names=("part",),
+        num_threads=broad_shape.THREADS // 128,
+        thread_name="wg",
+        scratch_types=(plgpu.SMEM((s.words,), jnp.int32),),
+        compiler_params=WARPGROUP,
+    )
+
+    def launch(x, *planes):
+        *planes, last = planes if after else (*planes, None)
+        operands = (x, last) if after else (x,)
+        return product(image(*operands), *planes)
+
+    return launch

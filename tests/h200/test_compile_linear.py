@@ -1,0 +1,67 @@
+"""The FP8 ``linear`` kernels compile for an H200 without spilling a register."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.linear import cases, kernel_sm90
+from pallas_kernels.linear.cases import Case
+from pallas_kernels.numerics import REFERENCE, SERVING
+from tools.h200_compile import compile_for_h200
+
+pytestmark = pytest.mark.h200
+
+MANY = {case for case in cases.CHECKED if case.rows > 128}
+FEW = [case for case in cases.CHECKED if case not in MANY and case.rows != 8]
+POOL = 65536  # registers of a multiprocessor
+
+
+@pytest.fixture
+def reports(tmp_path: Path, monkeypatch):
+    """What ptxas said of the kernels compiled, registers by kernel."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+
+    def read() -> dict[str, int]:
+        used = {}
+        for text in [path.read_text() for path in tmp_path.glob("*.ptxas")]:
+            spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", text)]
+            assert spilled and not any(spilled), text
+            assert "serializ" not in text, text  # wgmma that waits after each instruction
+            name = re.findall(r"entry function '(\w+)_mosaic_gpu_kernel'", text)[0]
+            used[name] = int(re.findall(r"Used (\d+) registers", text)[0])
+        return used
+
+    return read
+
+
+def compile_case(case: Case, **options) -> None:
+    x, weights = jax.eval_shape(lambda: cases.inputs(case, 0))
+    options = {"numerics": SERVING, "early": case.early, **options}
+    compile_for_h200(lambda x, weights: kernel_sm90.linears(x, weights, **options), x, weights)
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_few_rows(case, reports):
+    compile_case(case)
+    (used,) = reports().values()
+    assert POOL // (128 * used) >= 2, used  # blocks side by side
+
+
+@pytest.mark.parametrize("case", sorted(MANY, key=str), ids=str)
+def test_many_rows(case, reports):
+    compile_case(case)
+    used = reports()
+    # 128 registers for each of 512 threads at the launch: the pool that the warpgroups share.
+    assert used.pop("linear_many_rows") == POOL // 512
+    assert [*used] == ["linear_arrange"]
+
+
+@pytest.mark.parametrize("rows", [5, 200])
+def test_reference_numerics_and_float32_results(rows, reports):
+    case = Case("pair", rows, (1280, 512), 5120)
+    compile_case(case, numerics=REFERENCE, out_dtype=jnp.float32)
+    assert len(reports()) == 1 + (rows > 128)
