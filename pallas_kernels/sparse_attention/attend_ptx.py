@@ -13,16 +13,18 @@ from pallas_kernels.sparse_attention.attend_shape import (
     CONSUMERS,
     CONSUMING_REGISTERS,
     MAX_HEADS,
+    PRODUCERS,
     PRODUCING_REGISTERS,
     QUERY_BYTES,
     ROPE,
     SHIFT,
+    SMS,
     THREADS,
     WIDTH,
     Attend,
 )
 from pallas_kernels.sparse_attention.merge_ptx import MEET, float_bits, merge, rotate
-from pallas_kernels.sparse_attention.rows_ptx import first_tile, look_up, places, produce
+from pallas_kernels.sparse_attention.rows_ptx import divide, first_tile, look_up, places, produce
 from pallas_kernels.sparse_attention.rows_ptx import registers as row_registers
 
 NAMES = ("queries", "cosines", "sines", "window", "written", "position", "floors", "owners")
@@ -38,14 +40,15 @@ def program(s: Attend) -> list[str]:
         *[f"mov.b64 {name}, ${i};" for i, name in enumerate(NAMES)],
         f"mov.b32 sm, ${len(NAMES)}; mov.b32 row, ${len(NAMES) + 1};",
         f"mov.b32 split, ${len(NAMES) + 2}; mov.u32 tid, %tid.x; shr.u32 wg, tid, 7;",
-        f"div.u32 request, row, {s.per_request}; setp.ne.u32 p, tid, 0; @p bra READY;",
-        *[f"mbarrier.init.shared::cta.b64 [sm+{s.full + 8 * i}], 4;" for i in range(s.stages)],
-        *[f"mbarrier.init.shared::cta.b64 [sm+{s.empty + 8 * i}], 8;" for i in range(s.stages)],
+        divide("request", "row", s.per_request),
+        "setp.ne.u32 p, tid, 0; @p bra READY;",
+        *_barriers(s),
         f"st.shared.b32 [sm+{s.used}], 0; and.b32 a, sm, 1023; setp.ne.u32 p, a, 0; @p trap;",
         "READY: and.b32 t, tid, 127; and.b32 lane, tid, 31; shr.u32 warp, t, 5;",
         "setp.eq.u32 leader, lane, 0; bar.warp.sync 0xffffffff;",
         f"barrier.sync {BARRIER_ALL}, {THREADS};",
         "setp.eq.u32 p, wg, 2; @p bra LIST;",
+        *_ahead(s),
         *_queries(s),
         "bra BEGIN;",
         "LIST:",
@@ -64,6 +67,28 @@ def program(s: Attend) -> list[str]:
         "DONE:",
     ]
     return [line for text in lines for line in text.strip().splitlines() if line]
+
+
+def _barriers(s: Attend) -> list[str]:
+    init = "mbarrier.init.shared::cta.b64"
+    counts = ((s.full, PRODUCERS // 32), (s.empty, CONSUMERS // 32))
+    return [
+        f"{init} [sm+{first + 8 * i}], {count};" for first, count in counts for i in range(s.stages)
+    ]
+
+
+def _ahead(s: Attend) -> list[str]:
+    """Queries and entries of the row that this multiprocessor is likely to get next, to L2."""
+    if s.splits > 1 or s.rows <= SMS or s.selected % 4:
+        return []
+    lines = [f"add.u32 a, row, {SMS}; setp.lt.u32 p, a, {s.rows}; setp.eq.and.u32 p, tid, 0, p;"]
+    for name, size in (("queries", 2 * WIDTH * s.heads), ("selected", 4 * s.selected)):
+        if size:
+            lines += [
+                f"mul.wide.u32 q64, a, {size}; add.s64 src, {name}, q64; mov.b32 b, {size};",
+                "@p cp.async.bulk.prefetch.L2.global [src], b;",
+            ]
+    return lines
 
 
 def thread() -> list[str]:
@@ -121,11 +146,17 @@ def _consume(s: Attend) -> list[str]:
 
 def _queries(s: Attend) -> list[str]:
     """Queries to shared memory: rotated, times 2^SHIFT, eight dims in the order of the rows'."""
-    live = s.heads // 8
+    live = range(s.heads // 8)
     lines = [
         "and.b32 a, tid, 7; shr.u32 b, tid, 3; mad.lo.u32 c, row, "
         f"{s.heads}, a; mul.wide.u32 q64, c, {2 * WIDTH}; add.s64 src, queries, q64;",
         "mul.wide.u32 q64, b, 16; add.s64 src, src, q64;",
+    ]
+    for half in range(2):
+        for i in live:
+            at = 2 * WIDTH * 8 * i + 512 * half
+            lines.append(f"ld.global.nc.v4.b32 {{{','.join(_query(i, half))}}}, [src+{at}];")
+    lines += [
         # Blocks of 64 dims, swizzled by the head.
         "and.b32 c, b, 7; xor.b32 c, c, a; shl.b32 c, c, 4; mad.lo.u32 c, a, 128, c;",
         f"shr.u32 d, b, 3; mad.lo.u32 c, d, {128 * MAX_HEADS}, c; add.u32 place, c, sm;",
@@ -135,39 +166,33 @@ def _queries(s: Attend) -> list[str]:
         "@more ld.global.v4.b32 {cs0,cs1,cs2,cs3}, [da];",
         "@more ld.global.v4.b32 {sn0,sn1,sn2,sn3}, [db];",
     ]
-    for half in range(2):
-        for first in range(0, live, 4):
-            batch = range(first, min(first + 4, live))
-            lines += [
-                f"ld.global.nc.v4.b32 {{{_batch(i)}}}, [src+{2 * WIDTH * 8 * i + 512 * half}];"
-                for i in batch
-            ]
-            if half:
-                label = f"FLAT{first}"
-                lines += [f"@!more bra {label};"]
-                for i in batch:
-                    for j in range(4):
-                        lines += rotate(f"o{4 * (i % 4) + j}", j, inverse=False)
-                lines += [f"{label}:"]
-            for i in batch:
-                lines += _place_query(s, i, half)
-        for i in range(live, 8):
-            at = 8192 * 4 * half + 1024 * i
-            lines += ["mov.b32 a, 0;", f"st.shared.v4.b32 [place+{at}], {{a,a,a,a}};"]
+    for i in live:
+        lines += _place_query(_query(i, 0), 1024 * i)
+    lines.append("@!more bra FLAT;")
+    for i in live:
+        for j, word in enumerate(_query(i, 1)):
+            lines += rotate(word, j, inverse=False)
+    lines.append("FLAT:")
+    for i in live:
+        lines += _place_query(_query(i, 1), 8192 * 4 + 1024 * i)
+    lines.append("mov.b32 a, 0;")
+    for i in range(live.stop, 8):
+        for half in range(2):
+            lines.append(f"st.shared.v4.b32 [place+{8192 * 4 * half + 1024 * i}], {{a,a,a,a}};")
     return lines
 
 
-def _batch(i: int) -> str:
-    return ",".join(f"o{4 * (i % 4) + j}" for j in range(4))
+def _query(i: int, half: int) -> list[str]:
+    """Eight dims of a head in registers."""
+    return [f"o{4 * (8 * half + i) + j}" for j in range(4)]
 
 
-def _place_query(s: Attend, i: int, half: int) -> list[str]:
-    o = [f"o{4 * (i % 4) + j}" for j in range(4)]
+def _place_query(o: list[str], at: int) -> list[str]:
     return [
         f"prmt.b32 x0, {o[0]}, {o[2]}, 0x5410; prmt.b32 x1, {o[0]}, {o[2]}, 0x7632;",
         f"prmt.b32 x2, {o[1]}, {o[3]}, 0x5410; prmt.b32 x3, {o[1]}, {o[3]}, 0x7632;",
         *[f"mul.rn.bf16x2 x{j}, x{j}, spread;" for j in range(4)],
-        f"st.shared.v4.b32 [place+{8192 * 4 * half + 1024 * i}], {{x0,x1,x2,x3}};",
+        f"st.shared.v4.b32 [place+{at}], {{x0,x1,x2,x3}};",
     ]
 
 
@@ -203,9 +228,8 @@ def _scores(s: Attend) -> list[str]:
 def _values(s: Attend) -> list[str]:
     """o += probabilities x this warpgroup's dims of the rows of the tile before ``tile``."""
     acc = "{" + ",".join(f"o{i}" for i in range(WIDTH // 4)) + "}"
-    stage = f"and.b32 a, a, {s.stages - 1};"
     lines = [
-        f"sub.u32 a, tile, 1; {stage} shl.b32 fb, a, 3; add.u32 fb, fb, sm;",
+        f"sub.u32 a, tile, 1; and.b32 a, a, {s.stages - 1}; shl.b32 fb, a, 3; add.u32 fb, fb, sm;",
         f"mad.lo.u32 a, a, {s.stage_bytes}, wide; shr.u32 a, a, 4; and.b32 a, a, 0x3FFF;",
         # Blocks of 64 dims are 128 bytes a row apart.
         f"or.b32 vl, a, {8 * s.tile << 16:#x}; shfl.sync.idx.b32 vl, vl, 0, 31, 0xffffffff;",

@@ -1,6 +1,6 @@
 """The shape of a launch of the attention kernel and its places in shared memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WIDTH, ROPE = 512, 64
 MAX_HEADS = 64  # M of a wgmma; fewer heads leave rows of it dead
@@ -14,7 +14,11 @@ CONSUMING_REGISTERS, PRODUCING_REGISTERS = 216, 72
 BARRIER_ALL, BARRIER_CONSUMERS = 8, 9
 QUERY_BYTES = 2 * MAX_HEADS * WIDTH
 SMEM_BYTES = 226 * 1024  # of 227: a launch also rounds a static byte of its own up
-TILES = (80, 64, 48)
+# Slots multiplied at a time. A list of several tiles takes 64 in two stages: 48 in three were
+# slower, 80 in two do not fit.
+TILES = (48, 64, 80)
+LONG = 64
+SMS = 132
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Attend:
     page: int  # rows of a page
     pool_pages: int
     splits: int = 1
-    tile: int = 80
+    tile: int = LONG
     ring: int = 0
     owners: int = 0
 
@@ -42,8 +46,8 @@ class Attend:
             raise ValueError(f"{self.heads=} must be 8, 16, 32 or 64")
         if self.window < 8 or self.window % 8:
             raise ValueError(f"{self.window=} must be a positive multiple of 8")
-        if self.splits not in (1, 2, 4, 8):
-            raise ValueError(f"{self.splits=} must be 1, 2, 4 or 8")
+        if self.splits not in (1, 2, 4, 8, 16) or self.splits > self.heads:
+            raise ValueError(f"{self.splits=} must be 1, 2, 4, 8 or 16, {self.heads=} at most")
         if self.ring and self.ring < self.window_rows:
             raise ValueError(f"{self.ring=} must be at least {self.window_rows=}")
         if self.tile not in TILES:
@@ -101,3 +105,8 @@ class Attend:
     @property
     def fits(self) -> bool:
         return 4 * self.words <= SMEM_BYTES
+
+    def in_tiles(self) -> "Attend":
+        """In the smallest tile that holds a block's whole list, or in several of ``LONG``."""
+        whole = [tile for tile in TILES if tile >= self.share]
+        return replace(self, tile=whole[0] if whole else LONG)

@@ -1,7 +1,5 @@
 """``sparse_attention`` on Hopper: one launch, which gathers and dequantises FP8 and FP4 rows once a
 query row (ARCHITECTURE 4.5).
-
-No GPU has run these kernels yet, so ``op.build`` does not offer them.
 """
 
 from collections.abc import Callable
@@ -17,9 +15,9 @@ from pallas_kernels import inline_ptx
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.quant.storage import LatentRows, StoredRows, WindowRows
 from pallas_kernels.sparse_attention.attend_ptx import NAMES, program
-from pallas_kernels.sparse_attention.attend_shape import ROPE, THREADS, TILES, WIDTH, Attend
+from pallas_kernels.sparse_attention.attend_shape import ROPE, THREADS, WIDTH, Attend
 
-BLOCKS = 128  # at once, as clusters of up to eight: 132 multiprocessors in groups of 16 or 18
+BLOCKS = 128  # at once, as clusters of up to 16: 132 multiprocessors in groups of 16 or 18
 HEADS = (8, 16, 32, 64)
 
 
@@ -45,10 +43,10 @@ def launcher(s: Attend) -> Callable:
     )
 
 
-def splits(rows: int, slots: int) -> int:
-    """Blocks that share a row: as many as fit the GPU at once, each with 80 slots or more."""
-    count = 8
-    while count > 1 and (rows * count > BLOCKS or slots < 80 * count):
+def splits(rows: int, slots: int, heads: int) -> int:
+    """Blocks that share a row: as many as fit the GPU at once, each with 32 slots or more."""
+    count = min(16, heads)
+    while count > 1 and (rows * count > BLOCKS or slots < 32 * count):
         count //= 2
     return count
 
@@ -147,12 +145,10 @@ def _launch(
         assert isinstance(pool, LatentRows)
         latents, pages, count = pool.words, page_table.shape[1], selected.shape[-1]
         (pool_pages, page), chosen = latents.shape[:2], selected
-    blocks = splits(b * t, window_size + count)
-    s = Attend(b * t, t, heads, window_size, count, pages, page, pool_pages, blocks)
-    fitting = [tile for tile in TILES if replace(s, tile=tile).fits]
-    if not fitting:
+    blocks = splits(b * t, window_size + count, heads)
+    s = Attend(b * t, t, heads, window_size, count, pages, page, pool_pages, blocks).in_tiles()
+    if not s.fits:
         raise ValueError(f"sparse_attention: {window_size=} + {count=} must fit shared memory")
-    s = replace(s, tile=fitting[0])
     if ring:
         s = replace(s, owners=window.words.shape[0], ring=window.words.shape[1])
     out = launcher(s)(

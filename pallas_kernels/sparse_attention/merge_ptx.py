@@ -83,7 +83,7 @@ def _blocks(s: Attend) -> list[str]:
     ]
     for r in range(s.splits):
         names = ",".join(f"o{4 * r + j}" for j in range(4))
-        m, weight = f"o{32 + r}", f"o{40 + r}"
+        m, weight = f"o{64 + r}", f"o{80 + r}"
         lines += [
             f"mapa.shared::cluster.u32 c, b, {r}; mapa.shared::cluster.u32 d, a, {r};",
             f"ld.shared::cluster.v2.b32 {{{m},{weight}}}, [c+{QUERY_BYTES}];",
@@ -91,20 +91,20 @@ def _blocks(s: Attend) -> list[str]:
         ]
     lines += ["sub.f32 sink0, sink0, mx0; ex2.approx.ftz.f32 inv0, sink0;"]
     for r in range(s.splits):
-        m, weight = f"o{32 + r}", f"o{40 + r}"
+        m, weight = f"o{64 + r}", f"o{80 + r}"
         lines += [
             f"sub.f32 {m}, {m}, mx0; ex2.approx.ftz.f32 {m}, {m};",
             f"mul.f32 {weight}, {weight}, {m}; add.f32 inv0, inv0, {weight};",
         ]
-    lines += ["rcp.approx.ftz.f32 inv0, inv0;", *[f"mov.b32 o{48 + j}, 0;" for j in range(8)]]
+    lines += ["rcp.approx.ftz.f32 inv0, inv0;", *[f"mov.b32 o{96 + j}, 0;" for j in range(8)]]
     for r in range(s.splits):
-        lines.append(f"mul.f32 c, o{40 + r}, inv0;")
+        lines.append(f"mul.f32 c, o{80 + r}, inv0;")
         for j in range(4):
             word = f"o{4 * r + j}"
             lines += [
                 f"shl.b32 even, {word}, 16; and.b32 odd, {word}, 0xFFFF0000;",
-                f"fma.rn.f32 o{48 + j}, even, c, o{48 + j};",
-                f"fma.rn.f32 o{52 + j}, odd, c, o{52 + j};",
+                f"fma.rn.f32 o{96 + j}, even, c, o{96 + j};",
+                f"fma.rn.f32 o{100 + j}, odd, c, o{100 + j};",
             ]
-    lines += [f"cvt.rn.bf16x2.f32 w{j}, o{49 + 2 * j}, o{48 + 2 * j};" for j in range(4)]
+    lines += [f"cvt.rn.bf16x2.f32 w{j}, o{97 + 2 * j}, o{96 + 2 * j};" for j in range(4)]
     return lines

@@ -19,6 +19,14 @@ from pallas_kernels.sparse_attention.attend_shape import (
 AND_OR = 0xEA  # lop3 truth table of (a & b) | c
 BOTH = 0x00010001
 WINDOW_DEPTH, LATENT_DEPTH = 4, 8  # groups in flight
+LOAD = "ld.volatile.global.b32"
+
+
+def divide(out: str, value: str, by: int) -> str:
+    """The assembler divides by any constant in twenty instructions."""
+    if by & (by - 1):
+        return f"div.u32 {out}, {value}, {by};"
+    return f"shr.u32 {out}, {value}, {by.bit_length() - 1};"
 
 
 def registers(s: Attend) -> list[str]:
@@ -35,41 +43,50 @@ def registers(s: Attend) -> list[str]:
 
 
 def look_up(s: Attend) -> list[str]:
-    """The list: the stored row of each slot of this block, -1 for none, and how many are in use."""
+    """The list: the stored row of each slot of this block, -1 for none, and how many are in use.
+
+    Every load has an address and no predicate, and what uses it stands behind a branch, never
+    taken, that the assembler moves nothing over: all loads of a kind are in flight at once.
+    """
+    slots = range(-(-s.tiles * s.tile // PRODUCERS))
+    issued = "setp.eq.u32 p, sm, 0xFFFFFFFF; @p bra DONE;"
     lines = [
-        "mul.wide.u32 q64, row, 4; add.s64 from, position, q64; ld.global.b32 pos, [from];",
+        f"mul.wide.u32 q64, row, 4; add.s64 from, position, q64; {LOAD} pos, [from];",
         f"mul.lo.u32 a, request, {s.per_request}; mul.wide.u32 q64, a, 4;",
-        "add.s64 from, position, q64; ld.global.b32 first, [from];",
-        "mul.wide.u32 q64, request, 4; add.s64 from, floors, q64; ld.global.b32 floor, [from];",
-        "add.s64 from, owners, q64; ld.global.b32 owner, [from];",
+        f"add.s64 from, position, q64; {LOAD} first, [from];",
+        f"mul.wide.u32 q64, request, 4; add.s64 from, floors, q64; {LOAD} floor, [from];",
+        f"add.s64 from, owners, q64; {LOAD} owner, [from];",
     ]
-    count = -(-s.tiles * s.tile // PRODUCERS)
-    for k in range(count):
-        lines += [
-            f"add.u32 slot, t, {PRODUCERS * k}; setp.lt.u32 okay, slot, {s.share};",
-            f"mad.lo.u32 slot, split, {s.share}, slot;",
-            f"setp.lt.and.u32 in{k}, slot, {s.window}, okay;",
-            f"sub.u32 a, slot, {s.window}; setp.lt.and.u32 ok{k}, a, {s.selected}, okay;",
-            f"mad.lo.u32 a, row, {s.selected}, a; mul.wide.u32 q64, a, 4;",
-            "add.s64 from, selected, q64;",
-            f"mov.b32 e{k}, 0xFFFFFFFF; @ok{k} ld.global.b32 e{k}, [from];",
-        ]
+    for k in slots:
+        lines += _slot(s, k)
+        if s.selected:
+            lines += [
+                f"sub.s32 a, slot, {s.window}; max.s32 a, a, 0; min.s32 a, a, {s.selected - 1};",
+                f"mad.lo.u32 a, row, {s.selected}, a; mul.wide.u32 q64, a, 4;",
+                f"add.s64 from, selected, q64; {LOAD} e{k}, [from];",
+            ]
+        else:
+            lines.append(f"mov.b32 e{k}, 0xFFFFFFFF;")
     lines += [
+        issued,
         f"sub.s32 first, first, {s.window - 1}; sub.s32 low, pos, {s.window - 1};",
         "max.s32 low, low, floor; mov.b32 last, 0;",
     ]
-    for k in range(count):
+    for k in slots:
         lines += [
-            f"add.u32 slot, t, {PRODUCERS * k}; mad.lo.u32 slot, split, {s.share}, slot;",
+            *_slot(s, k),
+            f"setp.lt.and.u32 in{k}, slot, {s.window}, okay;",
+            f"sub.u32 a, slot, {s.window}; setp.lt.and.u32 ok{k}, a, {s.selected}, okay;",
             f"add.s32 column, low, slot; setp.le.and.s32 in{k}, column, pos, in{k};",
             *(_ring_row(s, k) if s.ring else _window_row(s, k)),
-            "mul.wide.u32 q64, a, 4; add.s64 from, written, q64;",
-            f"@in{k} ld.global.b32 v{k}, [from]; @in{k} mov.b32 e{k}, a;",
-            f"setp.lt.and.u32 ok{k}, e{k}, {s.pages * s.page}, ok{k}; div.u32 a, e{k}, {s.page};",
-            f"mad.lo.u32 a, request, {s.pages}, a; mul.wide.u32 q64, a, 4;",
-            f"add.s64 from, table, q64; @ok{k} ld.global.b32 v{k}, [from];",
+            f"setp.lt.and.u32 ok{k}, e{k}, {s.pages * s.page}, ok{k};",
+            f"selp.b32 c, e{k}, 0, ok{k}; {divide('c', 'c', s.page)}",
+            f"mad.lo.u32 c, request, {s.pages}, c; selp.b32 c, a, c, in{k};",
+            f"selp.b64 from, written, table, in{k}; mul.wide.u32 q64, c, 4;",
+            f"add.s64 from, from, q64; {LOAD} v{k}, [from]; @in{k} mov.b32 e{k}, a;",
         ]
-    for k in range(count):
+    lines.append(issued)
+    for k in slots:
         lines += _list_row(s, k)
     return [
         *lines,
@@ -78,11 +95,19 @@ def look_up(s: Attend) -> list[str]:
     ]
 
 
+def _slot(s: Attend, k: int) -> list[str]:
+    """slot: the thread's k-th of the row's list; okay: whether it is one of this block."""
+    return [
+        f"add.u32 slot, t, {PRODUCERS * k}; setp.lt.u32 okay, slot, {s.share};",
+        f"mad.lo.u32 slot, split, {s.share}, slot;",
+    ]
+
+
 def _window_row(s: Attend, k: int) -> list[str]:
     """a: the row of position ``column`` among the request's own; ``written``: is it there."""
     return [
         f"sub.s32 a, column, first; setp.lt.and.u32 in{k}, a, {s.window_rows}, in{k};",
-        f"mad.lo.u32 a, request, {s.window_rows}, a; mov.b32 v{k}, 0;",
+        f"mad.lo.u32 a, request, {s.window_rows}, a;",
     ]
 
 
@@ -90,9 +115,8 @@ def _ring_row(s: Attend, k: int) -> list[str]:
     """a: where position ``column`` lies in its owner's ring; ``written``: what lies there."""
     return [
         f"setp.ge.and.s32 in{k}, column, 0, in{k};",
-        f"setp.lt.and.u32 in{k}, owner, {s.owners}, in{k}; div.u32 a, column, {s.ring};",
+        f"setp.lt.and.u32 in{k}, owner, {s.owners}, in{k}; {divide('a', 'column', s.ring)}",
         f"mul.lo.u32 a, a, {s.ring}; sub.u32 a, column, a; mad.lo.u32 a, owner, {s.ring}, a;",
-        f"mov.b32 v{k}, 0xFFFFFFFF;",
     ]
 
 
@@ -104,7 +128,7 @@ def _list_row(s: Attend, k: int) -> list[str]:
         f"add.u32 slot, t, {PRODUCERS * k}; mad.lo.u32 column, split, {s.share}, slot;",
         f"add.s32 column, column, low; {there}",
         f"setp.lt.and.u32 ok{k}, v{k}, {s.pool_pages}, ok{k};",
-        f"div.u32 a, e{k}, {s.page}; sub.u32 a, v{k}, a; mad.lo.u32 a, a, {s.page}, e{k};",
+        f"{divide('a', f'e{k}', s.page)} sub.u32 a, v{k}, a; mad.lo.u32 a, a, {s.page}, e{k};",
         f"mov.b32 b, 0xFFFFFFFF; @in{k} mov.b32 b, e{k}; @ok{k} mov.b32 b, a;",
         "shl.b32 c, slot, 2; add.u32 c, c, sm;",
         f"setp.lt.u32 okay, slot, {s.tiles * s.tile}; @okay st.shared.b32 [c+{s.list}], b;",
@@ -115,7 +139,8 @@ def _list_row(s: Attend, k: int) -> list[str]:
 def places(s: Attend) -> list[str]:
     return [
         f"ld.shared.b32 end, [sm+{s.used}]; add.u32 end, end, {s.tile - 1};",
-        f"div.u32 end, end, {s.tile}; max.u32 end, end, 1;",
+        divide("end", "end", s.tile) if s.tiles > 1 else "mov.b32 end, 1;",
+        "max.u32 end, end, 1;",
         f"mul.lo.u32 c, end, {s.groups}; mul.lo.u32 b, split, {s.share};",
         f"sub.s32 gw, {s.window}, b; max.s32 gw, gw, 0; min.u32 gw, gw, {s.share};",
         "shr.u32 gw, gw, 3; min.u32 gw, gw, c;",

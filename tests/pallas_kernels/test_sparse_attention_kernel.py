@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.numerics import REFERENCE, SERVING
 from pallas_kernels.quant.storage import LatentRows, WindowRows
-from pallas_kernels.sparse_attention import kernel_sm90
+from pallas_kernels.sparse_attention import kernel_sm90, op, ref
 from pallas_kernels.sparse_attention.attend_ptx import program
 from pallas_kernels.sparse_attention.attend_shape import (
     CONSUMING_REGISTERS,
@@ -167,8 +167,10 @@ def attend(s: Attend, arguments: list, owners: np.ndarray | None = None) -> np.n
 BOUNDS = {"rel": 5e-3, "cosine": 0.9999}  # bf16 probabilities and outputs: 2^-9 each
 SHAPES = [
     # case, blocks a row, slots a tile
-    (Case(1, 1, 520, 512, 512, heads=64), 1, 80),
+    (Case(1, 1, 520, 512, 512, heads=64), 1, 64),
     (Case(1, 1, 520, 512, 507, heads=8), 8, 80),
+    (Case(1, 1, 520, 256, 250, heads=8), 1, 64),
+    (Case(1, 1, 520, 512, 300, heads=16), 16, 48),
     (Case(1, 1, 90, 60, 51, heads=32, window=64, page=7), 2, 48),
     (Case(2, 2, 5, 8, 3, heads=8, window=16, page=8), 1, 80),
     (Case(1, 1, 100, 0, 0, heads=16, window=128), 4, 64),
@@ -176,7 +178,7 @@ SHAPES = [
 ]
 
 
-def shape_of(case: Case, arguments: list, splits: int = 1, tile: int = 80) -> Attend:
+def shape_of(case: Case, arguments: list, splits: int = 1, tile: int = 48) -> Attend:
     pool, table = arguments[7:9]
     page, count = (case.page, pool.words.shape[0]) if case.selected else (1, 1)
     return Attend(
@@ -232,7 +234,7 @@ def test_a_row_that_sees_nothing_is_zero(splits):
 
 def test_ids_outside_the_pool_or_the_table_hide_their_rows():
     case, arguments = small()
-    s = shape_of(case, arguments, tile=48)
+    s = shape_of(case, arguments)
     table, selected = np.array(arguments[8]), np.array(arguments[9])
     table[0, 0], table[0, 1], selected[1, :, 0] = s.pool_pages, -1, s.pages * s.page
     hidden = np.array(selected)
@@ -249,7 +251,7 @@ def test_a_ring_is_read_in_place(size):
     """As rows side by side, bit by bit; a row of an older or a rejected position is not there."""
     case, arguments = small()
     arguments[4][0, 2:4] = False
-    want = attend(shape_of(case, arguments, tile=48), arguments)
+    want = attend(shape_of(case, arguments), arguments)
     rows, written = np.asarray(arguments[3].words), arguments[4]
     owners = np.array([3, 1], np.int32)
     ring, tags = np.full((4, size, 132), -1, np.int32), np.full((4, size), -1, np.int32)
@@ -257,12 +259,12 @@ def test_a_ring_is_read_in_place(size):
         at = case.start - case.window + 1 + i
         ring[owners[b], at % size] = rows[b, i]
         tags[owners[b], at % size] = at if there else at - size
-    s = replace(shape_of(case, arguments, tile=48), ring=size, owners=4)
+    s = replace(shape_of(case, arguments), ring=size, owners=4)
     stored = [*arguments[:3], WindowRows(jnp.asarray(ring)), tags, *arguments[5:]]
     np.testing.assert_array_equal(attend(s, stored, owners), want)
     hidden = attend(s, stored, np.array([3, 4], np.int32))
     arguments[4][1] = False
-    alone = attend(shape_of(case, arguments, tile=48), arguments)
+    alone = attend(shape_of(case, arguments), arguments)
     np.testing.assert_array_equal(hidden, alone)
     with pytest.raises(ValueError, match=r"self.ring=16 must be at least self.window_rows=17"):
         replace(s, ring=16)
@@ -302,22 +304,21 @@ def test_a_huge_score_moves_the_maximum():
     """Tiles of ascending scores, far above the threshold of a rescaling."""
     case, arguments = small()
     arguments[0] = 200 * arguments[0]
-    got = attend(shape_of(case, arguments, tile=48), arguments)
+    got = attend(shape_of(case, arguments), arguments)
     want = oracle(arguments, case)
     assert np.isfinite(got).all() and rel_rms(got, want) < 2e-2
 
 
 def test_blocks_of_a_row():
-    assert [kernel_sm90.splits(rows, 640) for rows in (1, 16, 17, 32, 33, 64, 65, 8192)] == [
-        8, 8, 4, 4, 2, 2, 1, 1,
-    ]  # fmt: skip
-    assert kernel_sm90.splits(1, 128) == 1 and kernel_sm90.splits(1, 160) == 2
+    counts = [kernel_sm90.splits(rows, 640, 64) for rows in (1, 8, 9, 16, 17, 32, 64, 65, 8192)]
+    assert counts == [16, 16, 8, 8, 4, 4, 2, 1, 1]
+    assert kernel_sm90.splits(1, 128, 64) == 4 and kernel_sm90.splits(1, 640, 8) == 8
 
 
-@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+@pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
 def test_a_block_fits_the_gpu(splits):
-    s = Attend(1, 1, 64, 128, 512, 64, 64, 64, splits)
-    assert 4 * s.words <= 227 * 1024
+    s = Attend(1, 1, 64, 128, 512, 64, 64, 64, splits).in_tiles()
+    assert s.fits and (s.tiles == 1) == (splits >= 8)
     assert s.share * splits >= 640 and s.tiles * s.tile >= s.share
     assert (
         2 * CONSUMING_REGISTERS + PRODUCING_REGISTERS
@@ -350,3 +351,19 @@ def test_the_benchmark_compares_with_the_same_function():
     got = jax.jit(partial(xla_path, window_size=case.window))(*arguments)
     want = sparse_attention(arguments, case.window, SERVING)
     assert rel_rms(got, want) < BOUNDS["rel"]
+
+
+def test_auto_on_hopper_takes_the_reference_for_other_shapes(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.dispatch.on_hopper", lambda: True)
+    for name in ("sparse_attention", "ring_attention"):
+        monkeypatch.setattr(ref, name, lambda *_, **__: "ref")
+        monkeypatch.setattr(kernel_sm90, name, lambda *_, **__: "kernel")
+    case = Case(1, 1, 20, 8, 8, heads=8, window=16, page=8)
+    q, cos, sin, window, *rest = problem(case, SERVING)
+    in_ring = (window, jnp.zeros((1, 16), jnp.int32), jnp.zeros(1, jnp.int32), *rest[1:])
+    for build, arguments in ((op.build, (window, *rest)), (op.build_ring, in_ring)):
+        run = partial(build("auto"), window_size=16)
+        assert run(q, cos, sin, *arguments, numerics=SERVING) == "kernel"
+        assert run(q, cos, sin, *arguments, numerics=REFERENCE) == "ref"
+        assert run(q[:, :, :3], cos, sin, *arguments, numerics=SERVING) == "ref"
+        assert run(q, cos[..., :16], sin, *arguments, numerics=SERVING) == "ref"
