@@ -53,7 +53,7 @@ def load_model(
         lambda: check_block_size(cfg, speculation=speculation),
     )
     stream = checkpoint.stream(numerics, engram=engram, progress=progress)
-    placed = _placed(stream, place or _first_device, engram)
+    placed = _placed(stream, place or _default_device, engram)
     model = fill_model(placed, cfg, numerics=numerics, mtp=checkpoint.has_draft)
     model.set_token_map(mapped)
     return model
@@ -114,8 +114,9 @@ def _leaf(shape: tuple[int, ...], dtype: Any) -> str:
     return f"{dtype}{list(shape)}"
 
 
-def _first_device(_path: str, value: Value) -> Any:
-    return jax.device_put(value, jax.devices()[0])
+def _default_device(_path: str, value: Value) -> Any:
+    """Uncommitted, as caches are, or programs that return caches compile twice."""
+    return jax.device_put(value)
 
 
 def _placed(
