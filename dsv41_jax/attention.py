@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from dsv41_jax.cache import Cache, Pool
-from dsv41_jax.compressor import Compressor, Groups
+from dsv41_jax.cache import Cache, Ring
+from dsv41_jax.compressor import Compressor
 from dsv41_jax.config import Config
 from dsv41_jax.indexer import Indexer, Selection
 from dsv41_jax.layer_plan import LayerPlan
@@ -16,8 +16,8 @@ from dsv41_jax.ops import Ops
 from dsv41_jax.rope import Angles, angles
 from dsv41_jax.rows import Rows
 from dsv41_jax.weights import Norm, Weight, fp32_param
+from pallas_kernels.compress.store import Chunk, Keys, Latents, Paged, Window
 from pallas_kernels.numerics import Numerics
-from pallas_kernels.paging import put_entries
 from pallas_kernels.quant import Fp8Blocks
 from pallas_kernels.quant.storage import StoredRows, row_types
 from pallas_kernels.rotate import rotate
@@ -52,6 +52,11 @@ class Projections(nnx.Module):
         qr = self.q_norm(ops.linear(x, self.wq_a()))
         q = ops.linear(qr, self.wq_b())
         return qr, q.reshape(*q.shape[:-1], -1, self.head_dim)
+
+    def window_job(self, k: Array, at: Angles, slot: Array, ring: Ring, *, emit: bool) -> Window:
+        """Projections k [B, T, K] to norm, rotate and store in the rings of ``slot``."""
+        weight = self.kv_norm.weight.get_value()
+        return Window(k, weight, at.cos, at.sin, ring.rows, ring.tags, slot, emit)
 
     def window_rows(self, ops: Ops, x: Array, at: Angles) -> StoredRows:
         """Window rows [B, T] of x at the angles ``at``, as the cache stores them."""
@@ -89,27 +94,24 @@ class Attention(Projections):
         """
         at = angles(self.cfg, self.layer.ratio, rows.position)
         qr, q = self.queries(ops, x)
-        window, written, cache = self._window(ops, x, at, rows, cache)
-        if self.layer.owns_kv:
-            cache = self._store_global(ops, x, rows, cache)
+        window, cache = self._store(ops, x, at, rows, cache)
         latents, entries = None, None
         if self.layer.kv_source is not None:
             pool = cache.pools[self.layer.kv_source]
             if self.layer.selects:
                 visible = (rows.position + 1) // self.layer.ratio
                 candidates = None if selection is None else selection.candidates
-                scores = self.indexer.scores(
+                selection = self.indexer.select(
                     ops, x, qr, at, pool.keys, rows.page_table, visible, candidates
                 )
-                selection = self.indexer.select(ops, scores, visible, candidates)
             assert selection is not None
             latents, entries = pool.latents, selection.entries
-        o = ops.sparse_attention(
+        attend = ops.sparse_attention if self._long(rows, cache) else ops.ring_attention
+        o = attend(
             q,
             at.cos,
             at.sin,
-            window,
-            written,
+            *window,
             rows.position,
             floor,
             latents,
@@ -120,39 +122,55 @@ class Attention(Projections):
         )
         return self.output(ops, o), cache, selection
 
-    def _window(
-        self, ops: Ops, x: Array, at: Angles, rows: Rows, cache: Cache
-    ) -> tuple[StoredRows, Array, Cache]:
-        """The window rows this chunk sees, [B, W-1+T], which of them exist, and the cache with the
-        chunk's own.
-        """
-        ring = cache.windows[self.layer.index]
-        new = self.window_rows(ops, x, at)
-        before, exists = ring.tail(rows.slot, rows.start, self.window_size - 1)
-        # The ring is read before it is written, or XLA copies it.
-        before, exists, new, position = jax.lax.optimization_barrier(
-            (before, exists, new, rows.position)
-        )
-        window = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), before, new)
-        written = jnp.concatenate([exists, rows.live], axis=1)
-        windows = list(cache.windows)
-        windows[self.layer.index] = ring.write(new, rows.slot, position, rows.live)
-        return window, written, replace(cache, windows=tuple(windows))
+    def _long(self, rows: Rows, cache: Cache) -> bool:
+        """Whether the chunk's rows overwrite rows of the ring that some of them see."""
+        size = cache.windows[self.layer.index].tags.shape[1]
+        return size < self.window_size - 1 + rows.tokens.shape[1]
 
-    def _store_global(self, ops: Ops, x: Array, rows: Rows, cache: Cache) -> Cache:
-        owner = self.layer.index
-        groups, pairs = self.compressor(ops, x, rows, cache.pairs.get(owner))
+    def _store(
+        self, ops: Ops, x: Array, at: Angles, rows: Rows, cache: Cache
+    ) -> tuple[tuple, Cache]:
+        """The window as the chunk's attention takes it, and the cache with the chunk's rows."""
+        index, long = self.layer.index, self._long(rows, cache)
+        ring, k = cache.windows[index], ops.linear(x, self.wkv())
+        chunk = Chunk(rows.start, rows.length)
+        before, exists, paged, keys = None, None, None, None
+        if long:
+            # The ring is read before it is written, or XLA copies it.
+            before, exists = ring.tail(rows.slot, rows.start, self.window_size - 1)
+            before, exists, k, chunk = jax.lax.optimization_barrier((before, exists, k, chunk))
+        if self.layer.owns_kv:
+            paged = Paged(rows.page_table, rows.write_from)
+            keys, cache = self._store_latents(ops, x, rows, paged, cache)
+        job = self.window_job(k, at, rows.slot, ring, emit=long)
+        new, planes, tags, pool = ops.store_rows(
+            chunk, window=job, paged=paged, keys=keys, eps=self.kv_norm.eps
+        )
+        if pool is not None:
+            cache = replace(
+                cache, pools={**cache.pools, index: replace(cache.pools[index], keys=pool)}
+            )
+        windows = list(cache.windows)
+        windows[index] = Ring(planes, tags)
+        cache = replace(cache, windows=tuple(windows))
+        if not long:
+            return (planes, tags, rows.slot), cache
+        window = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), before, new)
+        return (window, jnp.concatenate([exists, rows.live], axis=1)), cache
+
+    def _store_latents(
+        self, ops: Ops, x: Array, rows: Rows, paged: Paged, cache: Cache
+    ) -> tuple[Keys, Cache]:
+        """The index keys to store beside the latents, and the cache with these."""
+        owner, ratio, places = self.layer.index, self.layer.ratio, rows.tokens.shape[1]
+        source, pairs = self.compressor.source(ops, x, rows, cache.pairs.get(owner))
         if pairs is not None:
             cache = replace(cache, pairs={**cache.pairs, owner: pairs})
-        pool = self._with_entries(ops, groups, rows.page_table, cache.pools[owner])
-        return replace(cache, pools={**cache.pools, owner: pool})
-
-    def _with_entries(self, ops: Ops, groups: Groups, page_table: Array, pool: Pool) -> Pool:
-        at = angles(self.cfg, self.layer.ratio, groups.entry * self.layer.ratio)
-        types = row_types(ops.numerics)
-        keys = types.key.encode(self.indexer.keys(ops, groups.latent, at))
-        latents = types.latent.encode(rotate(groups.latent, at.cos, at.sin))
-        return Pool(
-            put_entries(pool.latents, page_table, groups.entry, latents, groups.write),
-            put_entries(pool.keys, page_table, groups.entry, keys, groups.write),
+        at = angles(self.cfg, ratio, self.compressor.entries(rows) * ratio)
+        pool, norm = cache.pools[owner], self.compressor.norm
+        job = Latents(source, norm.weight.get_value(), at.cos, at.sin, pool.latents)
+        latent, latents = ops.store_latents(
+            Chunk(rows.start, rows.length), paged, job, eps=norm.eps
         )
+        cache = replace(cache, pools={**cache.pools, owner: replace(pool, latents=latents)})
+        return self.indexer.key_job(ops, latent, at, pool.keys, places), cache

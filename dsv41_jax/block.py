@@ -43,15 +43,31 @@ class Sublayers(nnx.Module):
         iters, eps, norm_eps = self.hc
         return ops.mhc_coefficients(h, *parameters, iters=iters, eps=eps, norm_eps=norm_eps)
 
+    def first_input(self, ops: Ops, h: Array, pre: Array) -> Array:
+        """The attention's input [B, T, D] from streams that no sublayer before it has normed."""
+        return self.attn_norm(ops.mhc_collapse(h, pre))
+
     def experts(
-        self, ops: Ops, h: Array, pre: Array, image: Array, live: Array
-    ) -> tuple[Array, Array]:
-        """The expert sublayer: streams h collapsed by the attention's pre; returns streams and the
-        pre it hands on.
+        self, ops: Ops, h: Array, x: Array, image: Array, live: Array, following: Norm | None
+    ) -> tuple[Array, Array, Array | None]:
+        """The expert sublayer on its normed input x: streams, the pre it hands on and, normed by
+        ``following``, the input of the sublayer behind it.
         """
         pre_next, post, comb = self.coefficients(ops, h, "ffn")
-        y = self.ffn(ops, self.ffn_norm(ops.mhc_collapse(h, pre)), image, live)
-        return ops.mhc_expand(h, y, post, comb), pre_next
+        y = self.ffn(ops, x, image, live)
+        if following is None:
+            return ops.mhc_expand(h, y, post, comb), pre_next, None
+        h, x = expand_collapse_norm(ops, h, y, post, comb, pre_next, following)
+        return h, pre_next, x
+
+
+def expand_collapse_norm(
+    ops: Ops, h: Array, y: Array, post: Array, comb: Array, pre: Array, norm: Norm
+) -> tuple[Array, Array]:
+    """The streams behind a sublayer with the output y, and the normed input of the next."""
+    return ops.mhc_expand_collapse_norm(
+        h, y, post, comb, pre, norm.weight.get_value(), norm_eps=norm.eps
+    )
 
 
 class Block(Sublayers):
@@ -78,12 +94,29 @@ class Block(Sublayers):
         cache: Cache,
         selection: Selection | None,
     ) -> tuple[Array, Array, Cache, Selection | None]:
-        """The streams after the block, its pre, the cache and the selection; Engram is added by the
-        caller before.
+        """The block by itself: the streams after it, its pre, the cache and the selection; Engram
+        is added by the caller before.
         """
-        pre_attn, post, comb = self.coefficients(ops, h, "attn")
-        x = self.attn_norm(ops.mhc_collapse(h, pre))
-        y, cache, selection = self.attn(ops, x, rows, floor, cache, selection)
-        h = ops.mhc_expand(h, y, post, comb)
-        h, pre = self.experts(ops, h, pre_attn, rows.image, rows.live)
+        x = self.first_input(ops, h, pre)
+        h, pre, _, cache, selection = self.step(ops, h, x, rows, floor, cache, selection)
         return h, pre, cache, selection
+
+    def step(
+        self,
+        ops: Ops,
+        h: Array,
+        x: Array,
+        rows: Rows,
+        floor: Array,
+        cache: Cache,
+        selection: Selection | None,
+        following: Norm | None = None,
+    ) -> tuple[Array, Array, Array | None, Cache, Selection | None]:
+        """The block on the normed input x of its attention; with the norm ``following`` of the
+        next attention also that one's input, which is third of the results.
+        """
+        pre, post, comb = self.coefficients(ops, h, "attn")
+        y, cache, selection = self.attn(ops, x, rows, floor, cache, selection)
+        h, x = expand_collapse_norm(ops, h, y, post, comb, pre, self.ffn_norm)
+        h, pre, normed = self.experts(ops, h, x, rows.image, rows.live, following)
+        return h, pre, normed, cache, selection

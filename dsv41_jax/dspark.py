@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 
 from dsv41_jax.attention import Projections
-from dsv41_jax.block import Sublayers
+from dsv41_jax.block import Sublayers, expand_collapse_norm
 from dsv41_jax.cache import Ring
 from dsv41_jax.config import Config
 from dsv41_jax.errors import UserError
@@ -17,6 +17,7 @@ from dsv41_jax.ops import Ops
 from dsv41_jax.rope import angles
 from dsv41_jax.rows import Rows
 from dsv41_jax.weights import Norm, Weight
+from pallas_kernels.compress.store import Chunk
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.quant import Fp8Blocks
 from pallas_kernels.rotate import rotate
@@ -95,10 +96,11 @@ class DraftStage(Sublayers):
 
     def commit(self, ops: Ops, main_x: Array, rows: Rows, ring: Ring) -> Ring:
         """The ring with the window rows of committed tokens, from main_x [B, T, D]."""
-        at = angles(self.cfg, 0, rows.position)
-        return ring.write(
-            self.attn.window_rows(ops, main_x, at), rows.slot, rows.position, rows.live
-        )
+        attn, at = self.attn, angles(self.cfg, 0, rows.position)
+        job = attn.window_job(ops.linear(main_x, attn.wkv()), at, rows.slot, ring, emit=False)
+        chunk = Chunk(rows.start, rows.length)
+        _, planes, tags, _ = ops.store_rows(chunk, window=job, eps=attn.kv_norm.eps)
+        return Ring(planes, tags)
 
     def __call__(
         self, ops: Ops, h: Array, pre: Array, slot: Array, start: Array, floor: Array, ring: Ring
@@ -106,12 +108,26 @@ class DraftStage(Sublayers):
         """Streams and pre after the stage, for a block [B, n] at positions start .. start+n-1 of
         each slot.
         """
-        pre_attn, post, comb = self.coefficients(ops, h, "attn")
-        x = self.attn_norm(ops.mhc_collapse(h, pre))
+        x = self.first_input(ops, h, pre)
+        return self.step(ops, h, x, slot, start, floor, ring)[:2]
+
+    def step(
+        self,
+        ops: Ops,
+        h: Array,
+        x: Array,
+        slot: Array,
+        start: Array,
+        floor: Array,
+        ring: Ring,
+        following: Norm | None = None,
+    ) -> tuple[Array, Array, Array | None]:
+        """As ``Block.step``, without cache and selection."""
+        pre, post, comb = self.coefficients(ops, h, "attn")
         y = self._attend(ops, x, slot, start, floor, ring)
-        h = ops.mhc_expand(h, y, post, comb)
+        h, x = expand_collapse_norm(ops, h, y, post, comb, pre, self.ffn_norm)
         everywhere = jnp.ones(h.shape[:2], bool)
-        return self.experts(ops, h, pre_attn, ~everywhere, everywhere)
+        return self.experts(ops, h, x, ~everywhere, everywhere, following)
 
     def _attend(
         self, ops: Ops, x: Array, slot: Array, start: Array, floor: Array, ring: Ring

@@ -33,28 +33,28 @@ class Engram(nnx.Module):
         self.wkv = Weight(width, cfg.engram_width, encoding=Fp8Blocks, numerics=numerics, rngs=rngs)
         self.q_weight = nnx.Param(jnp.ones((cfg.hc_mult, cfg.hidden_size), dtype))
         self.k_weight = nnx.Param(jnp.ones((cfg.hc_mult, cfg.hidden_size), dtype))
+        self.wkv_outputs = width
         self.constants, self.eps = HashConstants.of(cfg, layer_id), cfg.rms_norm_eps
 
     def row_ids(self, compressed: Array, pad: Array) -> Array:
         """Table rows int32 [B, T, C] of compressed ids int32 [B, n-1+T]."""
         return ngram_rows(compressed, pad, *self.constants.device_arrays())
 
-    def gate_and_value(
-        self, ops: Ops, h: Array, row_ids: Array, live: Array
-    ) -> tuple[Array, Array]:
-        """Gate f32 [B, T, S] and value [B, T, D]."""
-        streams, width = h.shape[-2:]
+    def keys_and_value(self, ops: Ops, row_ids: Array) -> Array:
+        """Keys of every stream, then the value: [B, T, (S+1)*D]."""
         rows = ops.engram_rows(self.embed(), row_ids)
-        kv = ops.gathered_linear(rows, self.wkv(), outputs=(streams + 1) * width)
-        keys = kv[..., : streams * width].reshape(h.shape)
-        weights = self.q_weight.get_value(), self.k_weight.get_value()
-        return ops.engram_gate(h, keys, *weights, live, eps=self.eps), kv[..., streams * width :]
+        return ops.gathered_linear(rows, self.wkv(), outputs=self.wkv_outputs)
 
     def __call__(self, ops: Ops, h: Array, row_ids: Array, live: Array) -> Array:
         """h [B, T, S, D] with the gated value added to every stream; ``live`` is False in image
         spans.
         """
-        return ops.engram_add(h, *self.gate_and_value(ops, h, row_ids, live))
+        kv = self.keys_and_value(ops, row_ids)
+        return ops.engram_gate_add(h, kv, *self.weights(), live, eps=self.eps)
+
+    def weights(self) -> tuple[Array, Array]:
+        """Of queries and keys, [S, D] each."""
+        return self.q_weight.get_value(), self.k_weight.get_value()
 
 
 def compressed_history(token_map: Array, rows: Rows) -> Array:

@@ -1,6 +1,9 @@
 """Indexer: keys, queries and the selection of global entries (ARCHITECTURE section 6)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +15,15 @@ from dsv41_jax.layer_plan import LayerPlan
 from dsv41_jax.ops import Ops
 from dsv41_jax.rope import Angles
 from dsv41_jax.weights import Norm, Weight
+from pallas_kernels.compress.store import Keys
 from pallas_kernels.numerics import Numerics
+from pallas_kernels.paging import entries_per_page
 from pallas_kernels.quant import Fp4Rows, Fp8Blocks
 from pallas_kernels.quant.storage import StoredRows
 from pallas_kernels.rotate import rotate
+
+SCORE_BYTES = 256 << 20  # of the scores that prefill holds at a time
+FEW_ROWS = 8  # of a request: decode and verification score them at once
 
 
 @jax.tree_util.register_dataclass
@@ -49,14 +57,18 @@ class Indexer(nnx.Module):
             cfg.candidate_topk_blocks,
             cfg.candidate_block_size,
         )
+        # With fewer visible candidates than places, places would go to entries outside them.
+        enough = (self.blocks - 1) * self.block_size + 1 >= self.top_k
+        self.compact = layer.restricted and enough
 
-    def keys(self, ops: Ops, latent: Array, at: Angles) -> Array:
-        """Index keys [B, G, Ki] of latents before RoPE; ``at`` holds the angles of the groups'
-        positions.
+    def key_job(self, ops: Ops, latent: Array, at: Angles, pool: StoredRows, places: int) -> Keys:
+        """Projections of latents [B, G, K] before RoPE, to norm, rotate at the angles ``at`` of the
+        groups' positions and store; ``places``: tokens of the chunk.
         """
-        return rotate(self.k_norm(ops.linear(latent, self.wk())), at.cos, at.sin)
+        weight, ratio = self.k_norm.weight.get_value(), self.layer.ratio
+        return Keys(ops.linear(latent, self.wk()), weight, at.cos, at.sin, pool, places, ratio)
 
-    def scores(
+    def select(
         self,
         ops: Ops,
         x: Array,
@@ -66,24 +78,43 @@ class Indexer(nnx.Module):
         page_table: Array,
         visible: Array,
         candidates: Array | None,
-    ) -> Array:
-        """Scores f32 [B, T, N] of every entry; a restricted layer scores the candidates alone."""
-        q, weights = self.queries(ops, x, qr, at)
-        among = candidates if self.layer.restricted else None
-        return ops.index_scores(
-            q, weights, keys, page_table, visible, among, block_size=self.block_size
-        )
-
-    def select(
-        self, ops: Ops, scores: Array, visible: Array, candidates: Array | None
     ) -> Selection:
-        """The best entries of each row; the candidate source also picks the blocks for the layers
-        after it.
+        """The best entries of each row, of a restricted layer among its candidates; the candidate
+        source also picks the blocks for the layers after it.
         """
-        entries = ops.index_topk(scores, visible, k=self.top_k)
+        q, weights = self.queries(ops, x, qr, at)
+        pick = partial(self._pick, ops, keys, page_table)
+        among = candidates if self.layer.restricted else None
+        entries = page_table.shape[1] * entries_per_page(keys)
+        if self.compact:
+            entries = self.blocks * self.block_size
+        count = row_tiles(visible.shape, 4 * entries)
+        picked, blocks = by_row_tiles(pick, (q, weights, visible, among), count)
+        return Selection(picked, blocks if self.layer.candidate_source else candidates)
+
+    def _pick(
+        self,
+        ops: Ops,
+        keys: StoredRows,
+        page_table: Array,
+        q: Array,
+        weights: Array,
+        visible: Array,
+        among: Array | None,
+    ) -> tuple[Array, Array | None]:
+        """Entries int32 [B, T, k] and the candidate source's blocks."""
+        size = self.block_size
+        if self.compact:
+            assert among is not None
+            scores = ops.candidate_scores(
+                q, weights, keys, page_table, visible, among, block_size=size
+            )
+            return pick_among(ops, scores, visible, among, k=self.top_k), None
+        scores = ops.index_scores(q, weights, keys, page_table, visible, among, block_size=size)
+        blocks = None
         if self.layer.candidate_source:
-            candidates = ops.top_blocks(scores, visible, block_size=self.block_size, k=self.blocks)
-        return Selection(entries, candidates)
+            blocks = ops.top_blocks(scores, visible, block_size=size, k=self.blocks)
+        return ops.index_topk(scores, visible, k=self.top_k), blocks
 
     def queries(self, ops: Ops, x: Array, qr: Array, at: Angles) -> tuple[Array, Array]:
         """Rotated, FP4-rounded queries [B, T, H, Ki] and head weights [B, T, H]."""
@@ -93,3 +124,52 @@ class Indexer(nnx.Module):
             q = Fp4Rows.quantize(q).dequantize(ops.numerics.dtype)
         scale = jnp.asarray((self.heads * self.width) ** -0.5, ops.numerics.dtype)
         return q, ops.linear(x, self.weights_proj()) * scale
+
+
+def pick_among(ops: Ops, scores: Array, visible: Array, candidates: Array, *, k: int) -> Array:
+    """Entries int32 [B, T, k] from scores [B, T, C * size] of candidate blocks int32 [B, T, C],
+    ascending with -1 last.
+
+    Of ascending blocks only the last that exists can hold entries nobody sees: those visible come
+    first, in the order of their positions.
+    """
+    size = scores.shape[-1] // candidates.shape[-1]
+    seen = jnp.clip(visible[..., None] - size * candidates, 0, size)
+    count = jnp.sum(jnp.where(candidates < 0, 0, seen), axis=-1, dtype=jnp.int32)
+    picks = ops.index_topk(scores, count, k=k)
+    blocks = jnp.take_along_axis(candidates, jnp.maximum(picks, 0) // size, axis=-1)
+    return jnp.where(picks < 0, -1, size * blocks + picks % size)
+
+
+def row_tiles(shape: tuple[int, int], row_bytes: int) -> int:
+    """Tiles of the rows [B, T] so that one holds ``SCORE_BYTES``, or a row of each request."""
+    requests, rows = shape
+    if rows <= FEW_ROWS:
+        return 1
+    most = max(1, SCORE_BYTES // (requests * row_bytes))
+    return -(-rows // most)
+
+
+def by_row_tiles(function: Callable, rows: Any, count: int) -> Any:
+    """``function(*rows)`` of trees of arrays [B, T, ...], ``count`` tiles of T in turn."""
+    if count == 1:
+        return function(*rows)
+    total = jax.tree.leaves(rows)[0].shape[1]
+    size = -(-total // count)
+    rows = jax.tree.map(lambda a: _padded(a, size * count - total), rows)
+
+    def tile(at: Array) -> Any:
+        part = partial(jax.lax.dynamic_slice_in_dim, start_index=at, slice_size=size, axis=1)
+        return function(*jax.tree.map(part, rows))
+
+    tiles = jax.lax.map(tile, size * jnp.arange(count))
+
+    def joined(a: Array) -> Array:
+        a = jnp.moveaxis(a, 0, 1)
+        return a.reshape(a.shape[0], size * count, *a.shape[3:])[:, :total]
+
+    return jax.tree.map(joined, tiles)
+
+
+def _padded(a: Array, rows: int) -> Array:
+    return jnp.pad(a, [(0, 0), (0, rows), *[(0, 0)] * (a.ndim - 2)]) if rows else a

@@ -84,11 +84,14 @@ class Model(nnx.Module):
         compressed = compressed_history(self.token_map[...], rows)
         pad = self.token_map[...][self.cfg.engram_pad_token_id]
         h, pre = self.embedded(ops, rows.tokens)
-        selection = None
-        for block in self._encoder_blocks():
+        x, selection, blocks = None, None, self._encoder_blocks()
+        for block, following in zip(blocks, _attention_norms(blocks), strict=True):
             if block.layer.engram:
                 h = block.engram(ops, h, block.engram.row_ids(compressed, pad), ~rows.image)
-            h, pre, cache, selection = block(ops, h, pre, rows, rows.floor, cache, selection)
+            x = block.first_input(ops, h, pre) if x is None else x
+            h, pre, x, cache, selection = block.step(
+                ops, h, x, rows, rows.floor, cache, selection, following
+            )
         assert selection is not None
         slot = jnp.where(rows.length > 0, rows.slot, cache.history.shape[0])
         history = cache.history.at[slot].set(next_history(rows), mode="drop")
@@ -103,11 +106,14 @@ class Model(nnx.Module):
         h, pre = handoff.h, handoff.pre
         selection = Selection(handoff.selected, handoff.candidates)
         floor = jnp.maximum(rows.floor, rows.decoder_floor)
-        taps = []
-        for block in self._decoder_blocks():
+        x, taps, blocks = None, [], self._decoder_blocks()
+        for block, following in zip(blocks, _attention_norms(blocks), strict=True):
             if block.layer.index in self.cfg.dspark_target_layer_ids:
                 taps.append(jnp.mean(h.astype(jnp.float32), axis=-2).astype(h.dtype))
-            h, pre, cache, selection = block(ops, h, pre, rows, floor, cache, selection)
+            x = block.first_input(ops, h, pre) if x is None else x
+            h, pre, x, cache, selection = block.step(
+                ops, h, x, rows, floor, cache, selection, following
+            )
         features = Features(h, pre, jnp.concatenate(taps, axis=-1))
         return features, self._commit_drafts(ops, rows, features, cache)
 
@@ -134,8 +140,9 @@ class Model(nnx.Module):
             jnp.int32,
         )
         h, pre = self.embedded(ops, jnp.concatenate([token[:, None], noise], axis=1))
-        for stage, ring in zip(self.mtp, cache.drafts, strict=True):
-            h, pre = stage(ops, h, pre, slot, start, floor, ring)
+        x, norms = self.mtp[0].first_input(ops, h, pre), [s.attn_norm for s in self.mtp]
+        for stage, ring, following in zip(self.mtp, cache.drafts, [*norms[1:], None], strict=True):
+            h, pre, x = stage.step(ops, h, x, slot, start, floor, ring, following)
         x = ops.mhc_collapse(h, pre)[:, :length]
         last = self.mtp[-1]
         return propose(ops, last, x, self._scores(ops, last.norm(x)), token)
@@ -160,3 +167,9 @@ class Model(nnx.Module):
             for stage, ring in zip(self.mtp, cache.drafts, strict=True)
         )
         return replace(cache, drafts=drafts)
+
+
+def _attention_norms(blocks: list[Block]) -> list[Norm | None]:
+    """The norm of the block behind each, None where something else comes first."""
+    norms = [None if block.layer.engram else block.attn_norm for block in blocks[1:]]
+    return [*norms, None]

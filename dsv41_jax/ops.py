@@ -18,7 +18,7 @@ from pallas_kernels.linear import op as linear
 from pallas_kernels.mhc import op as mhc
 from pallas_kernels.moe_experts import op as moe_experts
 from pallas_kernels.moe_gate import op as moe_gate
-from pallas_kernels.numerics import Numerics
+from pallas_kernels.numerics import SERVING, Numerics
 from pallas_kernels.output_projection import op as output_projection
 from pallas_kernels.quant import Packed
 from pallas_kernels.sparse_attention import op as sparse_attention
@@ -43,18 +43,21 @@ class Ops:
     mhc_coefficients: Callable
     mhc_collapse: Callable
     mhc_expand: Callable
+    mhc_expand_collapse_norm: Callable
     moe_gate: Callable
     moe_experts: Callable
-    pool_pairs: Callable
+    store_latents: Callable
+    store_rows: Callable
     index_scores: Callable
+    candidate_scores: Callable
     index_topk: Callable
     top_blocks: Callable
     sparse_attention: Callable
+    ring_attention: Callable
     list_attention: Callable
     output_projection: Callable
     engram_rows: Callable
-    engram_gate: Callable
-    engram_add: Callable
+    engram_gate_add: Callable
     agree: Callable
     anywhere: Callable
 
@@ -64,26 +67,31 @@ def local_ops(numerics: Numerics, kernels: str = "auto") -> Ops:
     here and only here.
     """
     bound_linear = partial(linear.build(kernels), numerics=numerics)
+    # For operations that are not told the numerics: kernels round and add up as serving does.
+    served = "reference" if kernels == "auto" and numerics != SERVING else kernels
     return Ops(
         numerics=numerics,
         linear=bound_linear,
         gathered_linear=partial(_whole_linear, bound_linear),
         embedding=_take_rows,
-        mhc_coefficients=mhc.build_coefficients(kernels),
+        mhc_coefficients=mhc.build_coefficients(served),
         mhc_collapse=mhc.build_collapse(kernels),
         mhc_expand=mhc.build_expand(kernels),
+        mhc_expand_collapse_norm=mhc.build_expand_collapse_norm(served),
         moe_gate=moe_gate.build(kernels),
         moe_experts=partial(moe_experts.build(kernels), numerics=numerics),
-        pool_pairs=compress.build(kernels),
+        store_latents=compress.build_latents(served),
+        store_rows=compress.build_rows(served),
         index_scores=partial(index_scores.build(kernels), numerics=numerics),
-        index_topk=index_topk.build(kernels),
-        top_blocks=index_topk.build_blocks(kernels),
+        candidate_scores=partial(index_scores.build_candidates(kernels), numerics=numerics),
+        index_topk=index_topk.build(served),
+        top_blocks=index_topk.build_blocks(served),
         sparse_attention=partial(sparse_attention.build(kernels), numerics=numerics),
+        ring_attention=partial(sparse_attention.build_ring(kernels), numerics=numerics),
         list_attention=partial(sparse_attention.build_list(kernels), numerics=numerics),
         output_projection=partial(output_projection.build(kernels), numerics=numerics),
         engram_rows=partial(engram.build_rows(kernels), dtype=numerics.dtype),
-        engram_gate=engram.build_gate(kernels),
-        engram_add=engram.build_add(kernels),
+        engram_gate_add=engram.build_gate_add(served),
         agree=_unchanged,
         anywhere=_unchanged,
     )

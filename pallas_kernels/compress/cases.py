@@ -1,13 +1,18 @@
 """Shapes of ``pool_pairs``, and what a layer compresses and stores in a step."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from pallas_kernels.bench import Problem
+from pallas_kernels.check import Check, Program, exact, near, same
+from pallas_kernels.check.bounds import SERVING_REL
 from pallas_kernels.compress import ref
 from pallas_kernels.compress.store import Chunk, Keys, Latents, Paged, Pairs, Projected, Window
 from pallas_kernels.quant.storage import KeyRows, LatentRows, WindowRows
@@ -74,10 +79,17 @@ class StoreCase:
         return window + groups * (source + 256 + 2 * WIDTH + 288 + 2 * KEY + 256 + 68)
 
 
+CHECKED_ROWS = ((32, 6), (1, 128), (3, 1001))
 CASES = tuple(
     StoreCase(requests, rows, ratio)
     for ratio in (2, 1, 0)
     for requests, rows in ((1, 1), (128, 1), (1, 8192))
+)
+CHECKED = (
+    *CASES,
+    *(StoreCase(requests, rows, ratio) for ratio in (2, 1) for requests, rows in CHECKED_ROWS),
+    *(StoreCase(3, 7, ratio, page=6, ring=24) for ratio in (2, 1)),
+    StoreCase(5, 300, 0),
 )
 
 
@@ -135,16 +147,21 @@ def caches(latents: Latents | None, keys: Keys | None, window: Window) -> tuple:
 
 def store_layer(cache: tuple, made: tuple, *, kernel: bool) -> tuple:
     """The caches after a layer has stored the rows of ``inputs``."""
+    return stored(cache, made, kernel=kernel)[0]
+
+
+def stored(cache: tuple, made: tuple, *, kernel: bool) -> tuple[tuple, Array | None, Any]:
+    """The caches, the latents and, where the case wants them, the window rows apart from rings."""
     from pallas_kernels.compress import kernel_sm90
 
     chunk, paged, latents, keys, window = made
-    ring, tags, pool, key_pool = cache
+    (ring, tags, pool, key_pool), latent = cache, None
     window = replace(window, ring=ring, tags=tags)
     if latents is not None:
         latents, keys = replace(latents, pool=pool), replace(keys, pool=key_pool)
         path = kernel_sm90 if kernel else ref
         # The projection of the keys, left out here, reads the latents.
-        _, pool = lax.optimization_barrier(path.store_latents(chunk, paged, latents, eps=EPS))
+        latent, pool = lax.optimization_barrier(path.store_latents(chunk, paged, latents, eps=EPS))
     if kernel:
         rows, ring, tags, key_pool = kernel_sm90.store_rows(
             chunk, window=window, paged=paged, keys=keys, eps=EPS
@@ -153,16 +170,147 @@ def store_layer(cache: tuple, made: tuple, *, kernel: bool) -> tuple:
         key_pool = None if keys is None else ref.store_keys(chunk, paged, keys, eps=EPS)
         rows, ring, tags = ref.store_window(chunk, window, eps=EPS)
     if window.emit:
-        _, ring = lax.optimization_barrier((rows, ring))
-    return ring, tags, pool, key_pool
+        rows, ring = lax.optimization_barrier((rows, ring))
+    return (ring, tags, pool, key_pool), latent, rows if window.emit else None
 
 
 def problem(case: StoreCase, impl: str, seed: int) -> Problem:
-    sets = max(1, min(16, -(-COLD_BYTES // int(case.nbytes))))
+    """The inputs of few rows come from the step's own last kernel, so two sets of them do, and many
+    executions hide what it costs to hand so many arrays over.
+    """
+    few = case.requests * case.rows <= 128
+    sets = 2 if few else max(1, min(16, -(-COLD_BYTES // int(case.nbytes))))
     make = jax.jit(partial(inputs, case))
     data = tuple(make(key) for key in jax.random.split(jax.random.key(seed), sets))
 
     def call(i: int, carry: tuple, data: tuple) -> tuple:
         return store_layer(carry, data[i % sets], kernel=impl == "pallas")
 
-    return Problem(call=call, carry=caches(*data[0][2:]), data=data, nbytes=case.nbytes, flops=0.0)
+    return Problem(
+        call=call,
+        carry=caches(*data[0][2:]),
+        data=data,
+        nbytes=case.nbytes,
+        flops=0.0,
+        executions=96 if few else 16,
+    )
+
+
+def _drawn(case: StoreCase, seed: int) -> tuple[tuple, tuple]:
+    """Caches of random bits and the arguments that go with them: odd and even starts, requests
+    without rows, rows that are not written and pages that do not exist.
+    """
+    b, rng = case.requests, np.random.default_rng(seed)
+    made = jax.jit(partial(inputs, case))(jax.random.key(seed))
+    chunk, paged, _, _, window = made
+    starts = rng.integers(0, case.start + 1, b)
+    lengths = rng.permutation(np.resize([case.rows, case.rows, case.rows - 1, 0], b))
+    lengths[0] = case.rows
+    table = np.array(paged.page_table)
+    table[rng.random(table.shape) < 0.03] = -1
+    floors = np.where(rng.random(b) < 0.5, 0, starts + rng.integers(0, case.rows + 1, b))
+    slots = rng.permutation(window.ring.words.shape[0])[:b]
+    if b > 2:
+        slots[1], table[2, 0] = -1, 1 << 30
+    to = partial(jnp.asarray, dtype=jnp.int32)
+    cache = jax.tree.map(
+        lambda plane: to(rng.integers(-(1 << 31), 1 << 31, plane.shape)), caches(*made[2:])
+    )
+    chunk, paged = Chunk(to(starts), to(lengths)), Paged(to(table), to(floors))
+    return cache, (chunk, paged, *made[2:4], replace(window, slot=to(slots)))
+
+
+@jax.jit
+def _whole(made: tuple) -> tuple:
+    """Whole numbers, and angles and gates that round nothing: every order of sums is exact."""
+    chunk, paged, latents, keys, window = made
+
+    def turned(job: Any) -> Any:
+        return replace(job, cos=jnp.round(4 * job.cos) / 4, sin=jnp.round(4 * job.sin) / 4)
+
+    def rounded(tree: Any) -> Any:
+        """No zero has a sign: a sum may begin with zero."""
+        whole = jax.tree.map(lambda a: jnp.round(6 * a), tree)
+        return jax.tree.map(lambda a: jnp.where(a == 0, 0, a), whole)
+
+    if latents is not None:
+        source = rounded(latents.source)
+        if isinstance(source, Pairs):
+            gates = (200 * jnp.sign(g) for g in (source.g, source.before_g))
+            source = replace(source, g=next(gates), before_g=next(gates))
+        latents = replace(turned(latents), source=source)
+        keys = replace(turned(keys), x=rounded(keys.x))
+    return chunk, paged, latents, keys, replace(turned(window), x=rounded(window.x))
+
+
+@jax.jit
+def _dead(made: tuple) -> tuple:
+    """Rows that are not live hold NaN or 1e30."""
+    chunk, paged, latents, keys, window = made
+    poison = jnp.where(jnp.arange(len(chunk.start)) % 2 == 0, jnp.nan, 1e30)[:, None, None]
+
+    def hide(x: Array, live: Array) -> Array:
+        return jnp.where(live[..., None], x, poison).astype(x.dtype)
+
+    live = jnp.arange(window.x.shape[1]) < chunk.length[:, None]
+    if latents is not None:
+        source = latents.source
+        if isinstance(source, Pairs):
+            source = replace(source, u=hide(source.u, live), g=hide(source.g, live))
+        else:
+            source = replace(source, x=hide(source.x, live))
+        latents = replace(latents, source=source)
+        keys = replace(keys, x=hide(keys.x, _closed(chunk, keys.places, keys.ratio)))
+    return chunk, paged, latents, keys, replace(window, x=hide(window.x, live))
+
+
+def _closed(chunk: Chunk, places: int, ratio: int) -> Array:
+    return ref.closing_rows(chunk.start, places, ratio) < chunk.length[:, None]
+
+
+@jax.jit
+def _compared(got: Array, want: Array, before: Array) -> tuple[Array, Array]:
+    """How many words differ of rows [..., n] that ``want`` wrote (their share) and did not write
+    (their number).
+    """
+    wrote = jnp.any(want != before, axis=-1, keepdims=True)
+    wrong = got != want
+    words = jnp.maximum(jnp.sum(wrote) * want.shape[-1], 1)
+    return jnp.sum(wrong & wrote) / words, jnp.sum(wrong & ~wrote)
+
+
+def checks(case: StoreCase, seed: int, run: Callable | None = None) -> Iterator[Check]:
+    """``run``: as ``stored``. A reciprocal root may be off by its last bit, so that a few rounded
+    values may be neighbours; rows that are not stored keep every bit.
+    """
+    cache, made = _drawn(case, seed)
+    whole = _whole(made)
+    program = Program(run or partial(stored, kernel=True), cache, whole)
+    reference = exact(partial(stored, kernel=False))
+    names = ("window rows", "tags", "latents", "keys")
+    planes = [n for n, tree in zip(names, cache, strict=True) for _ in jax.tree.leaves(tree)]
+    outcome = program(cache, whole)
+    for kind, arguments, share in (("whole numbers", whole, 1e-3), ("any values", made, 1e-2)):
+        got, want = program(cache, arguments), reference(cache, arguments)
+        triples = zip(*(jax.tree.leaves(c) for c in (got[0], want[0], cache)), strict=True)
+        for i, (name, triple) in enumerate(zip(planes, triples, strict=True)):
+            differ, spoilt = _compared(*triple)
+            yield Check(f"{kind}: {name} {i}, share of words that differ", float(differ), share)
+            yield Check(f"{kind}: {name} {i}, words of rows not stored", float(spoilt), 0)
+        yield from _rows_against(case, kind, made[0], got, want)
+    yield same("another run", program(cache, whole), outcome)
+    yield same("rows that are not live poisoned", program(cache, _dead(whole))[0], outcome[0])
+
+
+def _rows_against(
+    case: StoreCase, kind: str, chunk: Chunk, got: tuple, want: tuple
+) -> Iterator[Check]:
+    """Latents and window rows of live rows against the reference's."""
+    if got[1] is not None:
+        live = _closed(chunk, case.rows, case.ratio)[..., None]
+        a, b = (jnp.where(live, latent, 0) for latent in (got[1], want[1]))
+        yield near(f"{kind}: latents", a, b, SERVING_REL)
+    if got[2] is not None:
+        live = (jnp.arange(case.rows) < chunk.length[:, None])[..., None]
+        a, b = (jnp.where(live, rows.decode(jnp.float32), 0) for rows in (got[2], want[2]))
+        yield near(f"{kind}: emitted window rows", a, b, SERVING_REL)

@@ -1,13 +1,13 @@
 """Compress-and-store on Hopper: pooling, norm, RoPE, rounding and the stores into pages and rings,
 two launches a layer around the projection of the index keys (ARCHITECTURE sections 5, 6.1 and 4.7).
 
-No GPU has run these kernels yet, so ``op.build`` does not offer them. The launches write the caches
-where they lie: inside a program that owns them (donated arguments) nothing is copied. Rows that may
-not be stored are computed and change no stored byte.
+The launches write the caches where they lie: inside a program that owns them (donated arguments)
+nothing is copied. Rows that may not be stored are computed and change no stored byte.
 """
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,9 @@ from pallas_kernels.compress.store_shape import (
     WINDOW_WORDS,
     Job,
 )
-from pallas_kernels.quant.storage import KeyRows, LatentRows, WindowRows
+from pallas_kernels.quant.storage import KeyRows, LatentRows, StoredRows, WindowRows
+
+Packed = TypeVar("Packed", bound=StoredRows)
 
 
 def program(jobs: Sequence[Job]) -> list[str]:
@@ -86,7 +88,7 @@ def out_type(jobs: tuple[Job, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 def store_latents(
     chunk: Chunk, paged: Paged, job: Latents, *, eps: float
-) -> tuple[Array, LatentRows]:
+) -> tuple[Array, StoredRows]:
     """Normed latents bf16 [B, G, 512] before RoPE, which the index keys are projected from, and the
     pool with those of groups that close in the chunk, rotated and rounded to FP4 (FQ16).
 
@@ -94,7 +96,8 @@ def store_latents(
     bits of the gates. A latent of a group that is not live has no meaning. ``ValueError`` for other
     widths or dtypes than those of ``store``.
     """
-    source, (units, unit, _) = job.source, job.pool.words.shape
+    words = _packed("pool", job.pool, LatentRows).words
+    source, (units, unit, _) = job.source, words.shape
     inputs = (source.u, source.g) if isinstance(source, Pairs) else (source.x,)
     requests, places, _ = inputs[0].shape
     shape = Job(
@@ -106,10 +109,10 @@ def store_latents(
         inputs = (*inputs, source.before_u, source.before_g)
         for name, x in zip(("before_u", "before_g"), inputs[2:], strict=True):
             _check(name, x, (requests, LATENT), jnp.float32)
-    _check("pool", job.pool.words, (units, unit, 72), jnp.int32)
+    _check("pool", words, (units, unit, 72), jnp.int32)
     if shape.rows == 0:
         return jnp.zeros((requests, shape.groups, LATENT), jnp.bfloat16), job.pool
-    pool = jax.new_ref(job.pool.words)
+    pool = jax.new_ref(words)
     common = _common(shape, chunk, job.weight, job.cos, job.sin)
     (latent,) = launcher((shape,))(*common, *inputs, *_paged(shape, paged), pool)
     return latent.reshape(requests, shape.groups, LATENT), LatentRows(jax.freeze(pool))
@@ -118,7 +121,7 @@ def store_latents(
 def store_rows(
     chunk: Chunk, *, window: Window, paged: Paged | None = None, keys: Keys | None = None,
     eps: float,
-) -> tuple[WindowRows | None, WindowRows, Array, KeyRows | None]:  # fmt: skip
+) -> tuple[WindowRows | None, StoredRows, Array, StoredRows | None]:  # fmt: skip
     """The chunk's window rows (AQ32) [B, T] if ``window.emit``, the rings with them, the tags, and
     the pool of index keys with the chunk's (FQ32), which need ``paged``; a layer that owns no
     global rows has no keys.
@@ -127,18 +130,19 @@ def store_rows(
     that is not live has no meaning in the first result. ``ValueError`` for other widths or dtypes
     than those of ``store``.
     """
+    ring_rows = _packed("ring", window.ring, WindowRows).words
     requests, places, _ = window.x.shape
     slots, size = window.tags.shape
     shape = Job(WINDOW, requests, places, slots, size, eps=eps, emit=window.emit)
     _check("x", window.x, (requests, places, LATENT), jnp.bfloat16)
-    _check("ring", window.ring.words, (slots, size, WINDOW_WORDS), jnp.int32)
+    _check("ring", ring_rows, (slots, size, WINDOW_WORDS), jnp.int32)
     _check("tags", window.tags, (slots, size), jnp.int32)
     _check("slot", window.slot, (requests,), jnp.int32)
     lead = (requests, places, WINDOW_WORDS)
     if shape.rows == 0:
         rows = WindowRows(jnp.zeros(lead, jnp.int32)) if window.emit else None
         return rows, window.ring, window.tags, None if keys is None else keys.pool
-    refs = [jax.new_ref(plane) for plane in (window.ring.words, window.tags)]
+    refs = [jax.new_ref(plane) for plane in (ring_rows, window.tags)]
     common = _common(shape, chunk, window.weight, window.cos, window.sin)
     jobs, operands = (shape,), [*common, window.x, window.slot, *refs]
     if keys is not None:
@@ -153,14 +157,21 @@ def store_rows(
 
 def _keys(chunk: Chunk, paged: Paged, keys: Keys, eps: float) -> tuple[Job, list, list[Array]]:
     """Their job, the planes it writes and its other operands."""
-    requests, (units, unit, _) = keys.x.shape[0], keys.pool.codes.shape
+    pool = _packed("pool", keys.pool, KeyRows)
+    requests, (units, unit, _) = keys.x.shape[0], pool.codes.shape
     job = Job(KEYS, requests, keys.places, units, unit, paged.page_table.shape[1], keys.ratio, eps)
     _check("x", keys.x, (requests, job.groups, KEY), jnp.bfloat16)
-    _check("codes", keys.pool.codes, (units, unit, KEY // 8), jnp.int32)
-    _check("scales", keys.pool.scales, (units, unit, KEY // 128), jnp.int32)
+    _check("codes", pool.codes, (units, unit, KEY // 8), jnp.int32)
+    _check("scales", pool.scales, (units, unit, KEY // 128), jnp.int32)
     common = _common(job, chunk, keys.weight, keys.cos, keys.sin)
-    refs = [jax.new_ref(plane) for plane in (keys.pool.codes, keys.pool.scales)]
+    refs = [jax.new_ref(plane) for plane in (pool.codes, pool.scales)]
     return job, refs, [*common, keys.x, *_paged(job, paged)]
+
+
+def _packed(name: str, rows: StoredRows, kind: type[Packed]) -> Packed:
+    if not isinstance(rows, kind):
+        raise ValueError(f"compress: {name} of {type(rows).__name__} must be {kind.__name__}")
+    return rows
 
 
 def _dtype(ratio: int) -> jnp.dtype:

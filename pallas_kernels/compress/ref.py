@@ -7,7 +7,7 @@ from jax import Array
 from pallas_kernels.compress.store import Chunk, Keys, Latents, Paged, Pairs, Window
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.paging import put_entries
-from pallas_kernels.quant.storage import KeyRows, LatentRows, StoredRows, WindowRows
+from pallas_kernels.quant.storage import StoredRows
 from pallas_kernels.rotate import rotate
 
 
@@ -46,23 +46,23 @@ def store_latents(
     source = job.source
     if isinstance(source, Pairs):
         places = source.u.shape[1]
-        x = _pooled(source, closing_rows(chunk.start, places, 2)).astype(jnp.bfloat16)
+        x = _pooled(source, closing_rows(chunk.start, places, 2)).astype(job.weight.dtype)
     else:
         x, places = source.x, source.x.shape[1]
     latent = rms_norm(x, job.weight, eps)
-    rows = LatentRows.encode(rotate(latent, job.cos, job.sin))
+    rows = job.pool.encode(rotate(latent, job.cos, job.sin))
     entry, write = _entries(chunk, paged, places, source.ratio)
     return latent, put_entries(job.pool, paged.page_table, entry, rows, write)
 
 
 def store_keys(chunk: Chunk, paged: Paged, job: Keys, *, eps: float) -> StoredRows:
-    rows = KeyRows.encode(rotate(rms_norm(job.x, job.weight, eps), job.cos, job.sin))
+    rows = job.pool.encode(rotate(rms_norm(job.x, job.weight, eps), job.cos, job.sin))
     entry, write = _entries(chunk, paged, job.places, job.ratio)
     return put_entries(job.pool, paged.page_table, entry, rows, write)
 
 
-def store_window(chunk: Chunk, job: Window, *, eps: float) -> tuple[WindowRows, WindowRows, Array]:
-    rows = WindowRows.encode(rotate(rms_norm(job.x, job.weight, eps), job.cos, job.sin))
+def store_window(chunk: Chunk, job: Window, *, eps: float) -> tuple[StoredRows, StoredRows, Array]:
+    rows = job.ring.encode(rotate(rms_norm(job.x, job.weight, eps), job.cos, job.sin))
     slots, size = job.tags.shape
     at = jnp.arange(job.x.shape[1], dtype=jnp.int32)
     position = chunk.start[:, None] + at
@@ -71,3 +71,15 @@ def store_window(chunk: Chunk, job: Window, *, eps: float) -> tuple[WindowRows, 
     index = jnp.where(keep & owned[:, None], job.slot[:, None], slots), position % size
     ring = job.ring.put(rows, *index)
     return rows, ring, job.tags.at[index].set(position, mode="drop")
+
+
+def store_rows(
+    chunk: Chunk, *, window: Window, paged: Paged | None = None, keys: Keys | None = None,
+    eps: float,
+) -> tuple[StoredRows | None, StoredRows, Array, StoredRows | None]:  # fmt: skip
+    pool = None
+    if keys is not None:
+        assert paged is not None
+        pool = store_keys(chunk, paged, keys, eps=eps)
+    rows, ring, tags = store_window(chunk, window, eps=eps)
+    return rows if window.emit else None, ring, tags, pool

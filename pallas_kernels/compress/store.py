@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import jax
 from jax import Array
 
-from pallas_kernels.quant.storage import KeyRows, LatentRows, WindowRows
+from pallas_kernels.quant.storage import StoredRows
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +39,7 @@ class Pairs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Projected:
-    """Ratio 1: projections bf16 [B, T, K]."""
+    """Ratio 1: projections [B, T, K] in the model's dtype."""
 
     x: Array
 
@@ -64,20 +64,21 @@ class Paged:
 @dataclass(frozen=True)
 class Latents:
     """G = T groups a request, ceil(T / 2) at ratio 2, those that close in the chunk first. weight
-    bf16 [K]; cos, sin f32 [B, G, 32] of each group's first position; pool [pages, E].
+    [K] in the model's dtype; cos, sin f32 [B, G, 32] of each group's first position; pool [pages,
+    E].
     """
 
     source: Pairs | Projected
     weight: Array
     cos: Array
     sin: Array
-    pool: LatentRows
+    pool: StoredRows
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Keys:
-    """Projections x bf16 [B, G, Ki] of the latents, weight bf16 [Ki]; cos, sin f32 [B, G, 32];
+    """Projections x [B, G, Ki] of the latents, weight [Ki]; cos, sin f32 [B, G, 32];
     places: T of the chunk; pool [pages, E].
     """
 
@@ -85,7 +86,7 @@ class Keys:
     weight: Array
     cos: Array
     sin: Array
-    pool: KeyRows
+    pool: StoredRows
     places: int = field(metadata={"static": True})
     ratio: int = field(metadata={"static": True})
 
@@ -93,7 +94,7 @@ class Keys:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Window:
-    """Projections x bf16 [B, T, K], weight bf16 [K]; cos, sin f32 [B, T, 32]; rings [S, size] with
+    """Projections x [B, T, K], weight [K]; cos, sin f32 [B, T, 32]; rings [S, size] with
     their positions, tags int32 [S, size]; slot int32 [B] the ring of each request. A ring keeps the
     last ``size`` rows of a chunk; ``emit``: the result has all of them too.
     """
@@ -102,7 +103,7 @@ class Window:
     weight: Array
     cos: Array
     sin: Array
-    ring: WindowRows
+    ring: StoredRows
     tags: Array
     slot: Array
     emit: bool = field(default=False, metadata={"static": True})

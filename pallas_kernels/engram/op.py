@@ -22,27 +22,11 @@ def build_rows(kernels: str) -> Callable:
     return choose("engram_rows", _named(kernels), kinds)
 
 
-def build_gate(kernels: str) -> Callable:
-    """engram_gate(h [..., S, D], keys [..., S, D], q_weight [S, D], k_weight [S, D], live bool
-    [...], *, eps)
-
-    -> f32 [..., S]: sigmoid of the signed root of the normalised dot; 0 where not ``live`` (image
-    tokens).
-    """
-    return choose("engram_gate", kernels, {"reference": ref.engram_gate})
-
-
-def build_add(kernels: str) -> Callable:
-    """engram_add(h [..., S, D], gate f32 [..., S], value [..., D]) -> h + gate * value, one
-    rounding.
-    """
-    return choose("engram_add", kernels, {"reference": ref.engram_add})
-
-
 def build_gate_add(kernels: str) -> Callable:
     """engram_gate_add(h [..., S, D], kv [..., (S+1)*D], q_weight [S, D], k_weight [S, D], live bool
-    [...], *, eps) -> [..., S, D]: ``engram_add`` of ``engram_gate``, for kv of keys of every
-    stream, then the value.
+    [...], *, eps) -> [..., S, D]: h + gate * value, one rounding, for kv of keys of every stream,
+    then the value. gate f32 [..., S]: sigmoid of the signed root of the normalised dot; 0 where not
+    ``live`` (image tokens).
 
     ``mosaic``: bf16 operands, D a multiple of 8 up to 6144; ``auto`` does not take it.
     """
@@ -51,7 +35,7 @@ def build_gate_add(kernels: str) -> Callable:
 
 
 def _named(kernels: str) -> str:
-    return "reference" if kernels == "auto" else kernels  # until the kernels have run on a GPU
+    return "reference" if kernels == "auto" else kernels  # until all cases are timed on a GPU
 
 
 def _rows(table: Array | Packed | StagedRows, ids: Array, *, dtype: jnp.dtype) -> Array:

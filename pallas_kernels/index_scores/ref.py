@@ -56,3 +56,24 @@ def index_scores(
         blocks = -(-entries // block_size)
         seen &= candidate_mask(candidates, blocks, block_size)[..., :entries]
     return jnp.where(seen, scores, -jnp.inf)
+
+
+def candidate_scores(
+    q: Array,
+    weights: Array,
+    pool: StoredRows,
+    page_table: Array,
+    visible: Array,
+    candidates: Array,
+    *,
+    block_size: int,
+    numerics: Numerics,
+) -> Array:
+    scores = index_scores(
+        q, weights, pool, page_table, visible, None, block_size=block_size, numerics=numerics
+    )
+    entries = candidates[..., None] * block_size + jnp.arange(block_size)
+    entries = jnp.where(candidates[..., None] < 0, scores.shape[-1], entries)
+    entries = entries.reshape(*visible.shape, -1)
+    taken = jnp.take_along_axis(scores, jnp.minimum(entries, scores.shape[-1] - 1), axis=-1)
+    return jnp.where(entries < scores.shape[-1], taken, -jnp.inf)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import inline_ptx
 from pallas_kernels.index_topk.select_ptx import program
-from pallas_kernels.index_topk.stream_ptx import Selection
+from pallas_kernels.index_topk.stream_ptx import BLOCKS, PICKED_BITS, Selection
 
 SMS = 132
 MAP_BITS = 1 << 18  # the largest share of a row of one block of threads
@@ -65,6 +65,13 @@ def top_blocks(scores: Array, visible: Array, *, block_size: int, k: int) -> Arr
     4, 8 and 16.
     """
     return _select(scores, visible, k, block_size)
+
+
+def unfit(scores: Array, k: int, block: int) -> bool:
+    """Whether the kernels do not have these scores, places or block size."""
+    n = scores.shape[-1]
+    sizes = block in BLOCKS and 0 < n <= block << 21 and 0 < k < 1 << PICKED_BITS
+    return scores.dtype != jnp.float32 or not sizes
 
 
 def _select(scores: Array, visible: Array, k: int, block: int) -> Array:

@@ -15,9 +15,14 @@ def build(kernels: str) -> Callable:
 
     The k entries of highest score, ties to the lowest entry, ascending, picks >= visible replaced
     by -1 and put last. A visible entry of score -inf can be picked when fewer than k others are
-    left. ``mosaic``: up to 2,097,152 entries or blocks and k < 4096; ``auto`` does not take it.
+    left. ``mosaic`` reads the visible entries alone and takes float32 scores, up to 2,097,152
+    entries or blocks and k < 4096, else ``ValueError``; ``auto`` takes the reference for others.
     """
-    return choose("index_topk", _named(kernels), {"reference": ref.index_topk, "mosaic": _entries})
+    kinds = {
+        "reference": ref.index_topk,
+        "mosaic": _entries_where_fit if kernels == "auto" else _entries,
+    }
+    return choose("index_topk", kernels, kinds)
 
 
 def build_blocks(kernels: str) -> Callable:
@@ -27,11 +32,11 @@ def build_blocks(kernels: str) -> Callable:
     a place; the k best blocks, ties to the lowest, ascending, blocks without a visible entry
     replaced by -1 and put last. ``mosaic``: as above, block_size 1, 2, 4, 8 or 16.
     """
-    return choose("top_blocks", _named(kernels), {"reference": ref.top_blocks, "mosaic": _blocks})
-
-
-def _named(kernels: str) -> str:
-    return "reference" if kernels == "auto" else kernels  # until the kernel has run on a GPU
+    kinds = {
+        "reference": ref.top_blocks,
+        "mosaic": _blocks_where_fit if kernels == "auto" else _blocks,
+    }
+    return choose("top_blocks", kernels, kinds)
 
 
 def _entries(scores: Array, visible: Array, *, k: int) -> Array:
@@ -40,7 +45,21 @@ def _entries(scores: Array, visible: Array, *, k: int) -> Array:
     return kernel_sm90.index_topk(scores, visible, k=k)
 
 
+def _entries_where_fit(scores: Array, visible: Array, *, k: int) -> Array:
+    from pallas_kernels.index_topk.kernel_sm90 import index_topk, unfit
+
+    run = ref.index_topk if unfit(scores, k, 1) else index_topk
+    return run(scores, visible, k=k)
+
+
 def _blocks(scores: Array, visible: Array, *, block_size: int, k: int) -> Array:
     from pallas_kernels.index_topk import kernel_sm90
 
     return kernel_sm90.top_blocks(scores, visible, block_size=block_size, k=k)
+
+
+def _blocks_where_fit(scores: Array, visible: Array, *, block_size: int, k: int) -> Array:
+    from pallas_kernels.index_topk.kernel_sm90 import top_blocks, unfit
+
+    run = ref.top_blocks if unfit(scores, k, block_size) else top_blocks
+    return run(scores, visible, block_size=block_size, k=k)

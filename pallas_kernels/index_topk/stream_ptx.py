@@ -5,6 +5,7 @@ from dataclasses import dataclass
 BINS = 2048
 LEVELS = 4
 SAMPLE = 4  # loads a thread
+BLOCKS = (1, 2, 4, 8, 16)  # scores of a block
 PICKED_BITS = 12  # of a packed pair of counts, the picks above the k-th key
 
 
@@ -21,7 +22,7 @@ class Selection:
     unroll: int = 4  # loads in flight a thread
 
     def __post_init__(self) -> None:
-        if self.block not in (1, 2, 4, 8, 16):
+        if self.block not in BLOCKS:
             raise ValueError(f"{self.block=} must be 1, 2, 4, 8 or 16")
         if not 0 < self.k < 1 << PICKED_BITS:
             raise ValueError(f"{self.k=} must be between 1 and {(1 << PICKED_BITS) - 1}")

@@ -90,7 +90,7 @@ class Mix:
 
 def program(s: Mix) -> list[str]:
     """Operands: h, fn, base, scale, pre, post, comb (GMEM), SMEM words, tile, rank."""
-    lines = [*_registers(s), *_start(s), *_clear(s)]
+    lines = [*_registers(s), *_start(s), *clear(s)]
     lines += _at_once(s) if s.tiles == 1 else _in_turn(s)
     lines += [*_gather(s), *_mixes(s), *_sinkhorn(s), "END:"]
     if s.cluster > 1:
@@ -110,14 +110,14 @@ def _at_once(s: Mix) -> list[str]:
         lines.append(f"add.s64 bp, bp, {4 * WARPS * s.steps * STEP};")
     for p in range(s.passes):
         for i in range(s.depth):
-            lines += [*_load_fn(s, i), *_load_streams(s, "h", i), *_advance(s, p, i)]
+            lines += [*load_fn(s, i), *load_streams(s, "h", i), *_advance(s, p, i)]
         for i in range(s.steps):
             slot = i % s.depth
-            lines += [*_split(slot), *_multiply(s, slot), *_squares(s, slot)]
+            lines += [*split(slot), *multiply(s, slot), *squares(s, slot)]
             if i + s.depth < s.steps:
-                lines += [*_load_fn(s, slot), *_load_streams(s, "h", slot)]
+                lines += [*load_fn(s, slot), *load_streams(s, "h", slot)]
                 lines += _advance(s, p, i + s.depth)
-        lines += [*_publish(s, f"P{p}"), *_clear(s)]
+        lines += [*_publish(s, f"P{p}"), *clear(s)]
     return lines
 
 
@@ -125,21 +125,21 @@ def _in_turn(s: Mix) -> list[str]:
     """For many rows: a loop over passes and steps; the next step's operands are on their way."""
     return [
         f"mov.b32 left, {s.passes * s.steps}; mov.b32 step, 0;",
-        *[*_load_fn(s, 0), *_load_streams(s, "g", 0)],
+        *[*load_fn(s, 0), *load_streams(s, "g", 0)],
         "TURN: add.u32 step, step, 1; sub.u32 left, left, 1; setp.ne.u32 more, left, 0;",
         f"setp.eq.u32 end, step, {s.steps}; @end mov.b32 step, 0;",
         *[f"mov.b32 h{e}, g{e};" for e in range(8 * s.tiles)],
-        *_split(0),
+        *split(0),
         "@!more bra LOADED;",
         f"mov.b64 jump, {STEP}; @end mov.b64 jump, {_skip(s)}; shl.b64 q64, jump, 2;",
         "add.s64 fp, fp, q64; shl.b64 q64, jump, 1;",
         *[f"add.s64 hp{j}, hp{j}, q64;" for j in range(2 * s.tiles)],
-        *[*_load_fn(s, 0), *_load_streams(s, "g", 0)],
+        *[*load_fn(s, 0), *load_streams(s, "g", 0)],
         "LOADED:",
-        *[*_multiply(s, 0), *_squares(s, 0)],
+        *[*multiply(s, 0), *squares(s, 0)],
         "@!end bra TURN;",
         *_publish(s, "TURN"),
-        *_clear(s),
+        *clear(s),
         "@more bra TURN;",
     ]
 
@@ -197,7 +197,7 @@ def _start(s: Mix) -> list[str]:
     ]
 
 
-def _load_fn(s: Mix, slot: int) -> list[str]:
+def load_fn(s: Mix, slot: int) -> list[str]:
     """Eight columns a thread of three rows of fn."""
     lines = []
     for n in range(3):
@@ -207,7 +207,7 @@ def _load_fn(s: Mix, slot: int) -> list[str]:
     return lines
 
 
-def _load_streams(s: Mix, name: str, slot: int) -> list[str]:
+def load_streams(s: Mix, name: str, slot: int) -> list[str]:
     """Eight columns a thread of two rows of h a tile."""
     load = "ld.global.nc.L1::no_allocate.v4.b32"
     return [
@@ -215,12 +215,12 @@ def _load_streams(s: Mix, name: str, slot: int) -> list[str]:
     ]
 
 
-def _clear(s: Mix) -> list[str]:
+def clear(s: Mix) -> list[str]:
     names = [f"acc{e}" for e in range(12 * s.tiles)] + [f"q{e}" for e in range(2 * s.tiles)]
     return [f"mov.b32 {name}, 0;" for name in names]
 
 
-def _split(slot: int) -> list[str]:
+def split(slot: int) -> list[str]:
     """w: pairs of fn as bf16, what that leaves as bf16, and what that leaves."""
     lines = []
     for pair in range(12):
@@ -236,7 +236,7 @@ def _split(slot: int) -> list[str]:
     return lines
 
 
-def _multiply(s: Mix, slot: int) -> list[str]:
+def multiply(s: Mix, slot: int) -> list[str]:
     lines = []
     for part in (2, 1, 0):
         for deep in range(2):
@@ -253,7 +253,7 @@ def _multiply(s: Mix, slot: int) -> list[str]:
     return lines
 
 
-def _squares(s: Mix, slot: int) -> list[str]:
+def squares(s: Mix, slot: int) -> list[str]:
     lines = []
     for j in range(2 * s.tiles):
         for e in range(4):
@@ -369,8 +369,10 @@ def _sinkhorn(s: Mix) -> list[str]:
         lines += ["rcp.approx.ftz.f32 lo, lo;"]
         lines += [f"fma.rn.f32 {name}, {name}, lo, {f32(s.eps)};" for name in names]
     lines += step(by_row=False)
-    for _ in range(s.iters - 1):
+    if s.iters > 1:  # a loop: as many instructions in a row would have to be fetched
+        lines += [f"mov.b32 left, {s.iters - 1};", "ITERATE:"]
         lines += step(by_row=True) + step(by_row=False)
+        lines += ["sub.u32 left, left, 1; setp.ne.u32 p, left, 0; @p bra ITERATE;"]
     lines += ["mul.wide.u32 q64, row, 64; mov.b64 op, $6; add.s64 op, op, q64;"]
     lines += [f"st.global.v4.b32 [op+{16 * i}], {vector('m', 8 + 4 * i)};" for i in range(4)]
     return lines

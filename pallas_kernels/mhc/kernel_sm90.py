@@ -1,7 +1,5 @@
 """Hyper-connections on Hopper: the fused pass over the streams, and the coefficients with their
 Sinkhorn iterations (ARCHITECTURE section 7).
-
-No GPU has run these kernels yet, so ``auto`` does not choose them.
 """
 
 from collections.abc import Callable
@@ -13,9 +11,10 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import inline_ptx
-from pallas_kernels.mhc import coefficients_ptx, fused_ptx
+from pallas_kernels.mhc import coefficients_ptx, fused_ptx, split_ptx
 from pallas_kernels.mhc.coefficients_ptx import Mix
 from pallas_kernels.mhc.fused_ptx import STREAMS, Fused
+from pallas_kernels.mhc.split_ptx import Split
 
 SMS = 132
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -67,14 +66,66 @@ def mix_launcher(s: Mix) -> Callable:
     )
 
 
+@lru_cache(maxsize=64)
+def split_launcher(s: Split) -> Callable:
+    """(h, fn, base, scale) to pre f32 [R, 4], post f32 [R, 4] and comb f32 [R, 16]."""
+    add = inline_ptx.block(split_ptx.sums_program(s), gmem=5, smem=1, scalars=2)
+    finish = inline_ptx.block(split_ptx.coefficients_program(s), gmem=6, smem=1, scalars=1)
+
+    def mhc_sums(*refs):
+        add(*refs, lax.axis_index("tile"), lax.axis_index("part"))
+
+    def mhc_coefficients(*refs):
+        finish(*refs, lax.axis_index("row"))
+
+    sums = plgpu.kernel(
+        mhc_sums,
+        out_type=jax.ShapeDtypeStruct((s.rows, s.parts, split_ptx.WORDS), F32),
+        grid=(-(-s.rows // s.tile), s.parts),
+        grid_names=("tile", "part"),
+        num_threads=split_ptx.THREADS // 128,
+        thread_name="wg",
+        scratch_types=(plgpu.SMEM((s.sum_words,), jnp.int32),),
+        compiler_params=WARPGROUP,
+    )
+    coefficients = plgpu.kernel(
+        mhc_coefficients,
+        out_type=tuple(jax.ShapeDtypeStruct((s.rows, n), F32) for n in (4, 4, 16)),
+        grid=(s.rows,),
+        grid_names=("row",),
+        num_threads=split_ptx.THREADS // 128,
+        thread_name="wg",
+        scratch_types=(plgpu.SMEM((split_ptx.THREADS,), jnp.int32),),
+        compiler_params=WARPGROUP,
+    )
+    return lambda h, fn, base, scale: coefficients(sums(h, fn, base, scale), base, scale)
+
+
+# Most rows, 16-row tiles of a block.
+SPLITS = ((16, 1), (32, 2), (128, 4))
 # Most rows, 16-row tiles of a cluster, its blocks: about 128 blocks, and few passes over ``fn``.
-LAUNCHES = ((128, 1, 16), (256, 1, 8), (512, 2, 8), (1024, 2, 4), (2048, 4, 4), (4096, 4, 2))
+LAUNCHES = ((256, 1, 8), (512, 2, 8), (1024, 2, 4), (2048, 4, 4), (4096, 4, 2))
 
 
-def tuned(rows: int, k: int, *, iters: int, eps: float, norm_eps: float) -> Mix:
+def tuned(rows: int, k: int, *, iters: int, eps: float, norm_eps: float) -> Split | Mix:
+    """Few rows: two launches, so that all blocks take ``fn`` from memory at once. Else one."""
+    for most, tiles in SPLITS:
+        if rows <= most:
+            return Split(rows, k, tiles, iters, eps, norm_eps)
     fits = ((tiles, cluster) for most, tiles, cluster in LAUNCHES if rows <= most)
     tiles, cluster = next(fits, (4, 1))
     return Mix(rows, k, tiles, cluster, iters, eps, norm_eps)
+
+
+def mix(
+    h: Array, fn: Array, base: Array, scale: Array, *, iters: int, eps: float, norm_eps: float
+) -> tuple[Array, Array, Array]:
+    """pre f32 [R, 4], post f32 [R, 4], comb f32 [R, 16] of h [R, K]; unchecked: of ``scale`` the
+    first three words are read.
+    """
+    s = tuned(*h.shape, iters=iters, eps=eps, norm_eps=norm_eps)
+    launch = mix_launcher(s) if isinstance(s, Mix) else split_launcher(s)
+    return launch(h, fn, base, scale)
 
 
 def _checked(h: Array, width: int, **arrays: tuple[Array, tuple[int, ...]]) -> None:
@@ -94,7 +145,8 @@ def coefficients(
     """``op.build_coefficients``'s contract on an sm_90 GPU: h bf16 of four streams, S * D a
     multiple of 4096, parameters f32; else ``ValueError``.
 
-    A row has the same bits whatever the other rows and their number.
+    A row has the same bits whatever the other rows; and whatever their number, as long as it stays
+    up to 128 or above: few rows are added in another order.
     """
     *lead, _, d = h.shape
     k = STREAMS * d
@@ -105,8 +157,7 @@ def coefficients(
     if rows == 0:
         pre, post, comb = (jnp.zeros(shape, F32) for shape in shapes)
         return pre, post, comb
-    s = tuned(rows, k, iters=iters, eps=eps, norm_eps=norm_eps)
-    out = mix_launcher(s)(h.reshape(rows, k), fn, base, scale)
+    out = mix(h.reshape(rows, k), fn, base, scale, iters=iters, eps=eps, norm_eps=norm_eps)
     pre, post, comb = (a.reshape(shape) for a, shape in zip(out, shapes, strict=True))
     return pre, post, comb
 

@@ -82,3 +82,32 @@ def sparse_attention(
     lists = jnp.concatenate(kv, axis=2), jnp.concatenate(valid, axis=2)
     out = list_attention(q, *lists, sink, numerics=numerics)
     return rotate(out, cos[:, :, None], sin[:, :, None], inverse=True)
+
+
+def ring_attention(
+    q: Array,
+    cos: Array,
+    sin: Array,
+    ring: StoredRows,
+    tags: Array,
+    slot: Array,
+    position: Array,
+    floor: Array,
+    pool: StoredRows | None,
+    page_table: Array,
+    selected: Array | None,
+    sink: Array,
+    *,
+    window_size: int,
+    numerics: Numerics,
+) -> Array:
+    slots, size = tags.shape
+    at = position[:, :1] + jnp.arange(1 - window_size, position.shape[1])
+    index = jnp.clip(slot, 0, slots - 1)[:, None], at % size
+    owned = (slot >= 0) & (slot < slots)
+    written = (tags[index] == at) & (at >= 0) & owned[:, None]
+    window = ring.take(*index)
+    return sparse_attention(
+        q, cos, sin, window, written, position, floor, pool, page_table, selected, sink,
+        window_size=window_size, numerics=numerics,
+    )  # fmt: skip

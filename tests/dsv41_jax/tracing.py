@@ -5,6 +5,7 @@ A module starts from the golden's own input where there is one: a difference sho
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,8 +20,10 @@ from dsv41_jax.model import Model
 from dsv41_jax.ops import Ops
 from dsv41_jax.rope import angles
 from dsv41_jax.rows import Rows
+from pallas_kernels.engram.ref import engram_gate
 from pallas_kernels.index_scores.ref import candidate_mask
 from pallas_kernels.index_topk.ref import block_scores
+from pallas_kernels.paging import entries_per_page
 from pallas_kernels.rotate import rotate
 from tests.dsv41_jax.support import Tiny, rows_for
 
@@ -30,6 +33,7 @@ RECORDED = (
     "moe_gate",
     "moe_experts",
     "index_scores",
+    "candidate_scores",
     "sparse_attention",
     "engram_rows",
 )
@@ -86,7 +90,9 @@ class Tracer:
         pad = self.model.token_map[...][self.cfg.engram_pad_token_id]
         ids = block.engram.row_ids(compressed, pad)
         self.keep(f"{name}.hash_ids", ids)
-        gate, _ = block.engram.gate_and_value(self.ops, h, ids, ~self.rows.image)
+        kv, weights = block.engram.keys_and_value(self.ops, ids), block.engram.weights()
+        keys = kv[..., : h.shape[-2] * h.shape[-1]].reshape(h.shape)
+        gate = engram_gate(h, keys, *weights, ~self.rows.image, eps=block.engram.eps)
         self.keep(f"{name}.gate", gate)
         self.keep(f"{name}.rows", self.recorder.last["engram_rows"][1])
         self.keep(f"{name}.kv", self.recorder.last["gathered_linear"][1])
@@ -106,7 +112,7 @@ class Tracer:
         _, (ids, weights) = self.recorder.last["moe_gate"]
         self.keep(f"{name}.gate.indices", ids)
         self.keep(f"{name}.gate.weights", weights)
-        h, pre = block.experts(ops, h, pre_attn, rows.image, rows.live)
+        h, pre, _ = block.experts(ops, h, x, rows.image, rows.live, None)
         return self.keep(f"{name}.h_out", h), self.keep(f"{name}.pre_mix_out", pre)
 
     def coefficients(self, block: Block, h: Array, site: str) -> tuple[Array, ...]:
@@ -142,8 +148,21 @@ class Tracer:
             self.keep(f"L{owner}.{name}", values.reshape(1, -1, values.shape[-1]))
         self.out[f"L{owner}.entries"] = count[0]
 
+    def scored(self, block: Block) -> tuple[tuple, Array]:
+        """The arguments and the scores [1, T, N] of every entry, -inf where none were made."""
+        if not block.attn.indexer.compact:
+            return self.recorder.last["index_scores"]
+        arguments, compact = self.recorder.last["candidate_scores"]
+        page_table, candidates, size = arguments[3], arguments[5], self.cfg.candidate_block_size
+        entries = page_table.shape[1] * entries_per_page(arguments[2])
+        at = candidates[..., None] * size + jnp.arange(size)
+        at = jnp.where(candidates[..., None] < 0, entries, at).reshape(compact.shape)
+        batch, row = jnp.ogrid[: compact.shape[0], : compact.shape[1]]
+        scores = jnp.full((*compact.shape[:2], entries), -jnp.inf)
+        return arguments, scores.at[batch[..., None], row[..., None], at].set(compact, mode="drop")
+
     def indexer(self, name: str, block: Block) -> None:
-        (q, weights, *_), scores = self.recorder.last["index_scores"]
+        (q, weights, *_), scores = self.scored(block)
         self.keep(f"{name}.indexer.q", q)
         self.keep(f"{name}.indexer.weights", weights)
         self.keep(f"{name}.indexer.score", scores)
@@ -157,16 +176,21 @@ class Tracer:
             self.keep(f"{name}.indexer.cand_block_scores", best)
 
 
+@cache
+def _compiled(tiny: Tiny) -> Callable:
+    return tiny.module(
+        lambda model, rows, cache, forced: Tracer(model, tiny.ops, rows, cache, forced).run()
+    )
+
+
 def trace(
     tiny: Tiny, ids: np.ndarray, forced: Mapping[str, np.ndarray], **rows: Any
 ) -> dict[str, np.ndarray]:
     """Values by trace name, cut to the rows (or entries) that exist."""
     inputs = rows_for(ids, size=len(ids), **rows)
     taken = {name: jnp.asarray(value) for name, value in forced.items()}
-    run = tiny.module(
-        lambda model, rows, cache, forced: Tracer(model, tiny.ops, rows, cache, forced).run()
-    )
-    out = {name: np.asarray(value) for name, value in run(inputs, tiny.cache(), taken).items()}
+    traced = _compiled(tiny)(inputs, tiny.cache(), taken)
+    out = {name: np.asarray(value) for name, value in traced.items()}
     for name in [name for name in out if name.endswith(".entries")]:
         layer, count = name.split(".")[0], int(out.pop(name))
         for entry in ("attn.ckv", "indexer.k"):

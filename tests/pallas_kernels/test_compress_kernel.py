@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.compress import kernel_sm90, ref
+from pallas_kernels.compress import kernel_sm90, op, ref
 from pallas_kernels.compress.store import Chunk, Keys, Latents, Paged, Pairs, Projected, Window
 from pallas_kernels.compress.store_shape import LATENTS, Job
-from pallas_kernels.quant.storage import KeyRows, LatentRows, WindowRows
+from pallas_kernels.quant.storage import KeyRows, LatentRows, PlainRows, WindowRows
 from pallas_kernels.rotate import rotate
 from tests.pallas_kernels.ptx_machine import Cluster
 from tests.pallas_kernels.ptx_strict import Guarded, Strict
@@ -274,7 +274,30 @@ def test_bad_arguments_name_the_value(rng):
     refused(r"cos float32\(1, 2, 32\) must be float32\(1, 1, 32\)", cos=jnp.zeros((1, 2, 32)))
     small = LatentRows(jnp.zeros((2, 2, 36), jnp.int32))
     refused(r"pool int32\(2, 2, 36\) must be int32\(2, 2, 72\)", pool=small)
+    refused("pool of PlainRows must be LatentRows", pool=PlainRows(jnp.zeros((2, 2, 512))))
     with pytest.raises(ValueError, match=r"slot int32\(2,\) must be int32\(1,\)"):
         kernel_sm90.store_rows(chunk, window=replace(window, slot=jnp.zeros(2, jnp.int32)), eps=EPS)
     with pytest.raises(ValueError, match=r"self.ratio=3 must be 1 or 2"):
         Job(LATENTS, 1, 1, 1, 1, ratio=3)
+
+
+def test_auto_on_hopper_takes_the_reference_for_other_shapes(rng, monkeypatch):
+    monkeypatch.setattr("pallas_kernels.dispatch.on_hopper", lambda: True)
+    for name in ("store_latents", "store_rows"):
+        monkeypatch.setattr(ref, name, lambda *_, **__: "ref")
+        monkeypatch.setattr(kernel_sm90, name, lambda *_, **__: "kernel")
+    latents, rows = op.build_latents("auto"), op.build_rows("auto")
+    for ratio in (1, 2):
+        job = latents_of(rng, ratio, [1], 1)
+        assert latents(None, None, job, eps=EPS) == "kernel"
+        assert latents(None, None, replace(job, weight=jnp.ones(512)), eps=EPS) == "ref"
+        assert latents(None, None, replace(job, cos=job.cos[..., :8]), eps=EPS) == "ref"
+    plain = replace(job, pool=PlainRows(jnp.zeros((1, 1, 512))))
+    assert latents(None, None, plain, eps=EPS) == "ref"
+    assert op.build_latents("mosaic")(None, None, plain, eps=EPS) == "kernel"  # which raises
+    window, keys = window_of(rng, 1, 1, [0]), keys_of(rng, 1, 1, 1)
+    narrow = replace(keys, x=keys.x[..., :64])
+    assert rows(None, window=window, eps=EPS) == rows(None, window=window, keys=keys, eps=EPS)
+    assert rows(None, window=window, keys=keys, eps=EPS) == "kernel"
+    assert rows(None, window=window, keys=narrow, eps=EPS) == "ref"
+    assert rows(None, window=replace(window, x=jnp.ones((1, 1, 512))), eps=EPS) == "ref"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.engram import gate_ptx, kernel_sm90, op, rows_ptx
+from pallas_kernels.engram import gate_ptx, kernel_sm90, op, ref, rows_ptx
 from pallas_kernels.engram.cases import EPS, FLASH_TABLE, Case, checks, problem
 from pallas_kernels.engram.gate_ptx import Gate
 from pallas_kernels.engram.rows_ptx import Gather, gather
@@ -187,8 +187,8 @@ def test_orthogonal_rows_get_the_smallest_root():
 
 def test_fused_reference_is_the_chain(rng):
     h, kv, q, k, live = (jnp.asarray(a) for a in gate_inputs(rng, 3, 2, 64))
-    gate = op.build_gate("reference")(h, kv[:, :128].reshape(h.shape), q, k, live, eps=EPS)
-    want = op.build_add("reference")(h, gate, kv[:, 128:])
+    gate = ref.engram_gate(h, kv[:, :128].reshape(h.shape), q, k, live, eps=EPS)
+    want = ref.engram_add(h, gate, kv[:, 128:])
     got = op.build_gate_add("reference")(h, kv, q, k, live, eps=EPS)
     assert jnp.array_equal(got, want)
 

@@ -7,7 +7,7 @@ import pytest
 
 from dsv41_jax import compiling
 from pallas_kernels.index_scores.cases import CORNERS
-from pallas_kernels.index_scores.op import build
+from pallas_kernels.index_scores.op import build, build_candidates
 from pallas_kernels.numerics import FLOAT32, REFERENCE, SERVING
 from pallas_kernels.quant.storage import row_types
 from tests.dsv41_jax.support import poison
@@ -119,3 +119,18 @@ def test_no_candidates_masks_everything():
     (q, w, pool, table, visible, _), _ = problem(case, FLOAT32)
     none = jnp.full((case.requests, case.rows, 5), -1)
     assert np.isneginf(index_scores(q, w, pool, table, visible, none, 4, FLOAT32)).all()
+
+
+@pytest.mark.parametrize("case", CORNERS[3:], ids=str)
+def test_candidate_scores_are_those_of_their_entries(case):
+    """In the order of the blocks; entries behind the table, and blocks of -1, are -inf."""
+    arguments, _ = problem(case, FLOAT32)
+    whole = np.asarray(index_scores(*arguments, case.block_size, FLOAT32))
+    options = {"block_size": case.block_size, "numerics": FLOAT32}
+    got = compiling.jit(lambda *a: build_candidates("reference")(*a, **options))(*arguments)
+    want = np.full(got.shape, -np.inf, np.float32)
+    for b, t, i in np.ndindex(arguments[5].shape):
+        at = arguments[5][b, t, i] * case.block_size
+        row = whole[b, t, at : at + case.block_size] if at >= 0 else []
+        want[b, t, i * case.block_size :][: len(row)] = row
+    assert np.array_equal(got, want)

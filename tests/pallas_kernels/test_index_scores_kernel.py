@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.index_scores import kernel_sm90, op
+from pallas_kernels.index_scores import kernel_sm90, op, ref
 from pallas_kernels.index_scores.cases import Case
 from pallas_kernels.index_scores.scores_ptx import program
 from pallas_kernels.index_scores.scores_shape import MAX_SCALE_BYTE, Scores
-from pallas_kernels.numerics import FLOAT32, SERVING
+from pallas_kernels.numerics import FLOAT32, REFERENCE, SERVING
 from tests.pallas_kernels.ptx_machine import Cluster
 from tests.pallas_kernels.ptx_strict import Guarded, Strict
 from tests.pallas_kernels.test_index_scores import oracle, problem
@@ -171,8 +171,17 @@ def test_candidate_scores_return_to_their_entries(monkeypatch):
     assert np.array_equal(got, want.reshape(1, 2, 128))
 
 
-def test_the_kernel_is_taken_by_name(monkeypatch):
+def test_auto_on_hopper_takes_the_reference_for_other_shapes(monkeypatch):
     monkeypatch.setattr("pallas_kernels.dispatch.on_hopper", lambda: True)
-    monkeypatch.setattr(kernel_sm90, "index_scores", lambda *_, **__: "kernel")
-    assert op.build("mosaic")() == "kernel"
-    assert op.build("auto") is op.build("reference")
+    for name in ("index_scores", "candidate_scores"):
+        monkeypatch.setattr(ref, name, lambda *_, **__: "ref")
+        monkeypatch.setattr(kernel_sm90, name, lambda *_, **__: "kernel")
+    options = {"block_size": 8, "numerics": SERVING}
+    (small, *_), _ = problem(Case(1, 1, 1, 1, heads=4, width=32, page=8), SERVING)
+    (q, *rest), _ = problem(CASES[0][0], SERVING)
+    for build in (op.build, op.build_candidates):
+        assert build("auto")(q, *rest, **options) == "kernel"
+        assert build("auto")(small, *rest, **options) == "ref"
+        for numerics in (FLOAT32, REFERENCE):
+            assert build("auto")(q, *rest, **options | {"numerics": numerics}) == "ref"
+        assert build("mosaic")(small, *rest, **options) == "kernel"  # which raises

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.index_topk import kernel_sm90, op
+from pallas_kernels.index_topk import kernel_sm90, op, ref
 from pallas_kernels.index_topk.select_ptx import program
 from pallas_kernels.index_topk.stream_ptx import Selection
 from tests.pallas_kernels.ptx_machine import Cluster
@@ -121,5 +121,15 @@ def test_the_kernels_are_taken_by_name(monkeypatch):
     monkeypatch.setattr(kernel_sm90, "top_blocks", lambda *_, block_size, k: (block_size, k))
     assert op.build("mosaic")(None, None, k=3) == 3
     assert op.build_blocks("mosaic")(None, None, block_size=8, k=3) == (8, 3)
-    assert op.build("auto") is op.build("reference")
-    assert op.build_blocks("auto") is op.build_blocks("reference")
+
+
+def test_auto_on_hopper_takes_the_reference_for_other_shapes(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.dispatch.on_hopper", lambda: True)
+    for name in ("index_topk", "top_blocks"):
+        monkeypatch.setattr(ref, name, lambda *_, **__: "ref")
+        monkeypatch.setattr(kernel_sm90, name, lambda *_, **__: "kernel")
+    select, blocks, scores = op.build("auto"), op.build_blocks("auto"), jnp.zeros((1, 9))
+    assert select(scores, None, k=4095) == blocks(scores, None, k=3, block_size=8) == "kernel"
+    for bad, k in ((scores, 4096), (scores[:, :0], 3), (scores.astype(jnp.bfloat16), 3)):
+        assert select(bad, None, k=k) == blocks(bad, None, k=k, block_size=8) == "ref"
+    assert blocks(scores, None, k=3, block_size=3) == "ref"

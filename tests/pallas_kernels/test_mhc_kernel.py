@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mhc import coefficients_ptx, fused_ptx, kernel_sm90, op
+from pallas_kernels.mhc import coefficients_ptx, fused_ptx, kernel_sm90, op, ref, split_ptx
 from pallas_kernels.mhc.cases import PARTS, Case, checks, problem
 from pallas_kernels.mhc.coefficients_ptx import THREADS, Mix
 from pallas_kernels.mhc.fused_ptx import Fused
+from pallas_kernels.mhc.split_ptx import Split
 from pallas_kernels.norm import rms_norm
 from tests.pallas_kernels.ptx_machine import Cluster
 from tests.pallas_kernels.ptx_operations import OPERATIONS, U64
@@ -56,6 +57,17 @@ def float_operations(monkeypatch):
     monkeypatch.setitem(OPERATIONS, "ex2", approximate(np.exp2))
 
 
+@pytest.fixture(autouse=True)
+def prefetches(monkeypatch):
+    inner = Cluster.execute
+
+    def execute(self, b, opcode, args, active):
+        if not opcode.startswith("prefetch.global"):
+            inner(self, b, opcode, args, active)
+
+    monkeypatch.setattr(Cluster, "execute", execute)
+
+
 def place_outputs(memory: Guarded, *shapes: tuple) -> list[tuple[int, np.ndarray]]:
     """Outputs between two canary rows: the address of row 0 and the whole."""
     outs = []
@@ -82,13 +94,8 @@ def run_fused(s: Fused, arrays, machine=Cluster) -> tuple[np.ndarray, np.ndarray
     lines = fused_ptx.program(s)
     for block in range(s.grid):
         operands = [*at, *map(row_address, outs), 0, block]
-        machine(
-            lines,
-            memory,
-            threads=s.threads,
-            shared=4 * s.words,
-            operands=lambda rank, operands=operands: operands,
-        ).run()
+        size = {"threads": s.threads, "shared": 4 * s.words}
+        machine(lines, memory, operands=lambda rank, at=operands: at, **size).run()
     streams, normed = (read(memory, out) for out in outs)
     return streams.reshape(s.rows, 4, s.width), normed
 
@@ -143,7 +150,29 @@ def test_fused_warps_in_any_order(rng):
         assert got.tobytes() == want.tobytes()
 
 
-def run_mix(s: Mix, arrays, machine=Cluster) -> list[np.ndarray]:
+def run_split(s: Split, arrays, machine=Cluster) -> list[np.ndarray]:
+    memory = Guarded(1 << 23)
+    h, fn, base, scale = (memory.place(np.asarray(a)) for a in arrays)
+    sums = memory.place(np.full((s.rows, s.parts, split_ptx.WORDS), np.nan, np.float32))
+    outs = place_outputs(memory, *((s.rows, n, np.float32) for n in (4, 4, 16)))
+
+    def launch(lines: list[str], words: int, operands: list[int]) -> None:
+        size = {"threads": split_ptx.THREADS, "shared": 4 * words}
+        machine(lines, memory, operands=lambda rank: operands, **size).run()
+
+    lines = split_ptx.sums_program(s)
+    for tile in range(-(-s.rows // s.tile)):
+        for part in range(s.parts):
+            launch(lines, s.sum_words, [h, fn, base, scale, sums, 0, tile, part])
+    lines = split_ptx.coefficients_program(s)
+    for row in range(s.rows):
+        launch(lines, split_ptx.THREADS, [sums, base, scale, *map(row_address, outs), 0, row])
+    return [read(memory, out) for out in outs]
+
+
+def run_mix(s: Mix | Split, arrays, machine=Cluster) -> list[np.ndarray]:
+    if isinstance(s, Split):
+        return run_split(s, arrays, machine)
     memory = Guarded(1 << 23)
     at = [memory.place(np.asarray(a)) for a in arrays]
     outs = place_outputs(memory, *((s.rows, n, np.float32) for n in (4, 4, 16)))
@@ -165,6 +194,10 @@ def mix(rows: int, tiles: int, cluster: int, k: int = 4096) -> Mix:
     return Mix(rows, k, tiles, cluster, 20, EPS, NORM_EPS)
 
 
+def few(rows: int, tiles: int, k: int = 4096) -> Split:
+    return Split(rows, k, tiles, 20, EPS, NORM_EPS)
+
+
 def mix_inputs(rng, rows: int, k: int = 4096) -> list[np.ndarray]:
     h = (rng.standard_normal((rows, k)) * 3).astype(BF16)
     fn = (rng.standard_normal((24, k)) * 0.05).astype(np.float32)
@@ -172,7 +205,9 @@ def mix_inputs(rng, rows: int, k: int = 4096) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "s", [mix(1, 1, 16), mix(3, 1, 8, 8192), mix(33, 2, 4), mix(49, 4, 1, 8192)], ids=str
+    "s",
+    [few(1, 1), few(3, 2, 8192), mix(3, 1, 8, 8192), mix(33, 2, 4), mix(49, 4, 1, 8192)],
+    ids=str,
 )
 def test_coefficients_equal_float64(s, rng):
     arrays = mix_inputs(rng, s.rows, s.k)
@@ -183,12 +218,20 @@ def test_coefficients_equal_float64(s, rng):
         assert np.abs(got - value.reshape(got.shape)).max() <= 10 * F32_REL
 
 
-def test_coefficients_rows_have_the_same_bits_in_any_launch(rng):
+@pytest.mark.parametrize(
+    ("many", "alone"),
+    [
+        (few(20, 2), [few(1, 1), few(1, 4)]),
+        (mix(20, 2, 2), [mix(1, 1, 16), mix(1, 4, 4)]),
+    ],
+    ids=["two launches", "one"],
+)
+def test_coefficients_rows_have_the_same_bits_in_any_launch(many, alone, rng):
     """Whatever the tile, the cluster and the other rows, of which one is NaN."""
     arrays = mix_inputs(rng, 20)
     arrays[0][3] = np.nan
-    many = run_mix(mix(20, 2, 2), arrays)
-    for s in (mix(1, 1, 16), mix(1, 4, 4)):
+    many = run_mix(many, arrays)
+    for s in alone:
         for got, want in zip(run_mix(s, [arrays[0][18:19], *arrays[1:]]), many, strict=True):
             assert got.tobytes() == want[18:19].tobytes()
     for value in many:
@@ -196,7 +239,14 @@ def test_coefficients_rows_have_the_same_bits_in_any_launch(rng):
 
 
 @pytest.mark.parametrize(
-    "s", [mix(17, 2, 4), pytest.param(mix(2, 1, 16, 8192), marks=pytest.mark.slow)], ids=str
+    "s",
+    [
+        few(2, 1),
+        mix(17, 2, 4),
+        pytest.param(few(3, 1), marks=pytest.mark.slow),
+        pytest.param(mix(2, 1, 16, 8192), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_coefficients_warps_in_any_order(s, rng):
     arrays = mix_inputs(rng, s.rows, s.k)
@@ -205,24 +255,25 @@ def test_coefficients_warps_in_any_order(s, rng):
         assert got.tobytes() == want.tobytes()
 
 
-def test_products_keep_all_bits_of_fn():
+@pytest.mark.parametrize("s", [few(1, 1), mix(1, 1, 16)], ids=str)
+def test_products_keep_all_bits_of_fn(s):
     """A product of one column is fn itself: units of 2^-23, which two bf16 numbers do not hold."""
     h, fn = np.zeros((1, 4096)), np.zeros((24, 4096), np.float32)
     h[0, 1234] = 1
     fn[:, 1234] = 1 + 2.0**-9 + np.arange(24) * 2.0**-23  # bits of all three bf16 numbers
     scale, base = np.ones(3, np.float32), np.full(24, -64.125, np.float32)
-    _, post, _ = run_mix(mix(1, 1, 16), [h.astype(BF16), fn, base, scale])
-    step = (
-        2 * 0.25 * 64 * 2.0**-23
-    )  # mixes 64 fn - 64.125 are about 0, where a sigmoid rises by 1/4
+    _, post, _ = run_mix(s, [h.astype(BF16), fn, base, scale])
+    # Mixes 64 fn - 64.125 are about 0, where a sigmoid rises by 1/4.
+    step = 2 * 0.25 * 64 * 2.0**-23
     assert np.abs(np.diff(post[0]) - step).max() <= step / 8
 
 
-def test_zero_streams_and_extreme_mixes():
+@pytest.mark.parametrize("s", [few(2, 1), mix(2, 1, 16)], ids=str)
+def test_zero_streams_and_extreme_mixes(s):
     h, fn = np.zeros((2, 4096)), np.zeros((24, 4096), np.float32)
     h[1, 0], fn[:, 0] = 1, 5 * np.where(np.arange(24) % 2, 1, -1)  # mixes of 320
     arrays = [h.astype(BF16), fn, np.zeros(24, np.float32), np.ones(3, np.float32)]
-    pre, post, comb = run_mix(mix(2, 1, 16), arrays)
+    pre, post, comb = run_mix(s, arrays)
     assert np.abs(pre - [[0.5 + EPS] * 4, [EPS, 1 + EPS] * 2]).max() <= F32_REL
     assert np.abs(post - [[1] * 4, [0, 2] * 2]).max() <= F32_REL
     assert np.abs(comb.reshape(2, 4, 4).sum(1) - 1).max() <= 4 * EPS
@@ -240,10 +291,10 @@ def test_fused_reference_is_the_chain(rng):
 
 
 def test_every_row_count_has_a_launch():
-    for rows in (1, 128, 129, 256, 512, 1024, 2048, 4096, 4097, 32768):
+    for rows in (1, 16, 17, 32, 33, 128, 129, 256, 512, 1024, 2048, 4096, 4097, 32768):
         s = kernel_sm90.tuned(rows, 20480, iters=20, eps=EPS, norm_eps=NORM_EPS)
-        assert 4 * s.words <= 226 * 1024
-        assert -(-rows // s.tile) * s.cluster <= 128 or rows > 8192
+        assert 4 * (s.sum_words if isinstance(s, Split) else s.words) <= 226 * 1024
+        assert isinstance(s, Split) or -(-rows // s.tile) * s.cluster <= 128 or rows > 8192
 
 
 def test_bad_arguments_name_the_value():
@@ -283,8 +334,23 @@ def test_the_kernels_are_taken_by_name(monkeypatch):
     assert mixed(None, None, None, None, iters=3, eps=0, norm_eps=0) == 3
     fused = op.build_expand_collapse_norm("mosaic")
     assert fused(*[None] * 6, norm_eps=5) == 5
-    for build in (op.build_coefficients, op.build_expand_collapse_norm):
-        assert build("auto") is build("reference")
+
+
+def test_auto_on_hopper_takes_the_reference_for_other_shapes(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.dispatch.on_hopper", lambda: True)
+    for name in ("coefficients", "expand_collapse_norm"):
+        monkeypatch.setattr(ref, name, lambda *_, **__: "ref")
+        monkeypatch.setattr(kernel_sm90, name, lambda *_, **__: "kernel")
+    mixed = partial(op.build_coefficients("auto"), iters=20, eps=EPS, norm_eps=NORM_EPS)
+    fused = partial(op.build_expand_collapse_norm("auto"), norm_eps=NORM_EPS)
+
+    def kind(width: int, streams: int = 4, dtype=BF16) -> tuple:
+        h, y, weight = (jnp.zeros(s, dtype) for s in ((3, streams, width), (3, width), width))
+        return mixed(h, *[None] * 3), fused(h, y, *[None] * 3, weight)
+
+    assert kind(1024) == ("kernel", "kernel") and kind(1000) == ("ref", "kernel")
+    assert {*kind(1028), *kind(7168)[1:], *kind(1024, 2)} == {"ref"}
+    assert kind(1024, dtype=jnp.float32) == ("ref", "ref")
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -94,6 +94,7 @@ def test_no_rows(numerics):
 @NUMERICS
 def test_clamp_is_two_sided_for_up_and_one_sided_for_gate(numerics):
     """Inputs far beyond the limit, with every sign of gate and up, routed and shared."""
+    run = compiling.jit(lambda *a: moe_experts(*a, limit=LIMIT, numerics=numerics))
     one = jnp.zeros((F, D)).at[0, 0].set(1)
     down = jnp.zeros((D, F)).at[0, 0].set(1)
     for gate, up in ((100, 100), (100, -100), (-100, 100), (3, 1), (-3, 1), (-1, -1)):
@@ -104,10 +105,8 @@ def test_clamp_is_two_sided_for_up_and_one_sided_for_gate(numerics):
         want = g / (1 + np.exp(-g)) * u
         x = jnp.zeros((1, D), numerics.dtype).at[0, 0].set(1)
         ids, route = jnp.asarray([[1]]), jnp.ones((1, 1))
-        routed = moe_experts(x, ids, route, stack, zero, limit=LIMIT, numerics=numerics)
-        shared = moe_experts(
-            x, ids - 2, route, stack, ExpertWeights(w1, w3, down), limit=LIMIT, numerics=numerics
-        )
+        routed = run(x, ids, route, stack, zero)
+        shared = run(x, ids - 2, route, stack, ExpertWeights(w1, w3, down))
         for got in (routed, shared):
             assert abs(float(got[0, 0]) - want) <= abs(want) * 2.0**-7 + 1e-6, (gate, up)
 
@@ -133,7 +132,8 @@ def test_routing_weight_multiplies_before_the_activation_rounding():
     experts, shared = weights(REFERENCE)
     x = jnp.asarray(rng.standard_normal((16, D)), jnp.bfloat16)
     ids, routes = routing(16, k=1)
-    got = moe_experts(x, ids, routes, experts, shared, limit=LIMIT, numerics=REFERENCE)
+    run = compiling.jit(lambda *a: moe_experts(*a, limit=LIMIT, numerics=REFERENCE))
+    got = run(x, ids, routes, experts, shared)
     before = oracle(x, ids, routes, experts, shared, numerics=REFERENCE)
     ones, none = np.ones_like(routes), np.full_like(ids, -1)
     rest = oracle(x, none, ones, experts, shared, numerics=REFERENCE)

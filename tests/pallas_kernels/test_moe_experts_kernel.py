@@ -2,6 +2,8 @@
 (``tests/h200``).
 """
 
+from functools import cache, partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,20 @@ SMALL = [
     (3, 256, 256),
     (2, 288, 256),
 ]  # experts, width, hidden; 288 has 32-column units and a ragged row tile
+
+
+LIMIT = 2.0  # clamps both gates and ups of the inputs here
+
+random_weights = jax.jit(cases.random_weights, static_argnums=(1, 2, 3))
+unpack = jax.jit(repack.unpack, static_argnums=(1, 2, 3))
+reference = jax.jit(partial(ref.moe_experts, limit=LIMIT, numerics=FLOAT32))
+
+
+@cache
+def _weights(*shape: int) -> tuple:
+    """Routed and shared experts, and both packed."""
+    routed, shared = random_weights(jax.random.key(1), *shape)
+    return routed, shared, repack.pack(routed, shared)
 
 
 def _bits(tree) -> list[np.ndarray]:
@@ -44,7 +60,7 @@ def _every_code(experts: int, width: int, hidden: int) -> tuple[ExpertWeights, E
 @pytest.mark.parametrize("shape", SMALL)
 def test_repack_is_lossless(shape):
     experts, shared = _every_code(*shape)
-    back = repack.unpack(repack.pack(experts, shared), *shape)
+    back = unpack(repack.pack(experts, shared), *shape)
     for a, b in zip(_bits((experts, shared)), _bits(back), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -111,7 +127,7 @@ def test_token_images_are_lossless(bk):
 @pytest.mark.parametrize("rows", [1, 3, 10])
 def test_host_emulation_equals_the_reference(shape, rows):
     experts, width, hidden = shape
-    routed, shared = cases.random_weights(jax.random.key(1), experts, width, hidden)
+    routed, shared, packed = _weights(*shape)
     rng = np.random.default_rng(rows)
     x = jnp.asarray(4 * rng.standard_normal((rows, hidden)), jnp.bfloat16)
     ids = rng.random((rows, 2 * experts)).argsort(-1)[:, :2].astype(np.int32)
@@ -119,12 +135,10 @@ def test_host_emulation_equals_the_reference(shape, rows):
         ids[:, 0] = np.where(ids[:, 1] == 0, -1, 0)
     ids = jnp.asarray(np.where(ids < experts, ids, -1))
     weights = jnp.asarray(rng.random(ids.shape), jnp.float32)
-    limit = 2.0  # clamps both gates and ups of these inputs
-    packed = repack.pack(routed, shared)
     got = emulate.moe_experts_decode(
-        x, ids, weights, packed, experts=experts, width=width, limit=limit
+        x, ids, weights, packed, experts=experts, width=width, limit=LIMIT
     )
-    want = ref.moe_experts(x, ids, weights, routed, shared, limit=limit, numerics=FLOAT32)
+    want = reference(x, ids, weights, routed, shared)
     error = np.linalg.norm(np.asarray(got - want, np.float64)) / np.linalg.norm(
         np.asarray(want, np.float64)
     )
@@ -132,12 +146,12 @@ def test_host_emulation_equals_the_reference(shape, rows):
 
 
 def test_refused_weights_name_the_value():
-    routed, shared = cases.random_weights(jax.random.key(0), 1, 256, 256)
+    routed, shared = random_weights(jax.random.key(0), 1, 256, 256)
     assert isinstance(routed.w1, Fp4Rows)
     huge = Fp4Rows(routed.w1.codes, jnp.full_like(routed.w1.scales, 129))
     with pytest.raises(ValueError, match=r"w1 scale byte 129 must be at most 128"):
         repack.pack(ExpertWeights(huge, routed.w3, routed.w2), shared)
-    routed, shared = cases.random_weights(jax.random.key(0), 1, 64, 256)
+    routed, shared = random_weights(jax.random.key(0), 1, 64, 256)
     with pytest.raises(ValueError, match=r"width f=64 must be a multiple of 256 or 288"):
         repack.pack(routed, shared)
     with pytest.raises(ValueError, match=r"w1 must be Fp4Rows with scales for 32 columns"):

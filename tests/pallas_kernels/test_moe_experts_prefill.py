@@ -2,6 +2,8 @@
 (``tests/h200``).
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +56,7 @@ def test_plan_covers_every_valid_pair_once(rows, k, experts, hot):
 def test_an_experts_items_are_as_few_and_as_even_as_can_be():
     ids = np.zeros((2 * TILE + 1, 1), np.int32)
     s = Shape(len(ids), 1, 3, 256, 256, LIMIT, 1)
-    plan = pp.make_plan(ids, np.ones(ids.shape, np.float32), s)
+    plan = jax.jit(pp.make_plan, static_argnums=2)(ids, np.ones(ids.shape, np.float32), s)
     groups = np.asarray(plan.items[1:]).reshape(3, -1)[2][: int(plan.items[0])]
     assert list(groups) == [17, 17, 15]
 
@@ -76,16 +78,18 @@ def test_gather_makes_the_image_of_the_rows_and_zeros_elsewhere():
 
 @pytest.mark.parametrize("experts,width,rows", [(2, 288, 30), (3, 256, 210)])
 def test_host_emulation_equals_the_reference(experts, width, rows):
-    routed, shared = cases.random_weights(jax.random.key(1), experts, width, 256)
+    draw = jax.jit(cases.random_weights, static_argnums=(1, 2, 3))
+    routed, shared = draw(jax.random.key(1), experts, width, 256)
     ids, weights = routing(rows, 2, experts, hot=rows > TILE)
     x = jnp.asarray(4 * np.random.default_rng(rows).standard_normal((rows, 256)), jnp.bfloat16)
-    alone = ref.expert(x, shared, None, limit=LIMIT, numerics=SERVING)
+    alone = jax.jit(partial(ref.expert, routing=None, limit=LIMIT, numerics=SERVING))(x, shared)
     packed = repack.pack(routed, shared)
     sizes = {"experts": experts, "width": width, "limit": LIMIT}
     got = emulate_prefill.moe_experts_prefill(
         x, jnp.asarray(ids), jnp.asarray(weights), packed, alone, **sizes
     )
-    want = ref.moe_experts(x, ids, weights, routed, shared, limit=LIMIT, numerics=FLOAT32)
+    reference = jax.jit(partial(ref.moe_experts, limit=LIMIT, numerics=FLOAT32))
+    want = reference(x, ids, weights, routed, shared)
     got, want = (np.asarray(a, np.float64) for a in (got, want))
     # bf16 SwiGLU outputs, expert outputs and result: 2^-9 each.
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 6e-3
