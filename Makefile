@@ -15,13 +15,14 @@ bin := $(VENV)/bin
 demo: venv
 	$(bin)/python -m serving.demo --checkpoint tests/goldens/tiny_ckpt
 
-# The files that take longest come first, so that no worker is left with one at the end.
+# tests/conftest.py says what runs in one worker, and in which order.
+pytest := pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: venv
-	$(bin)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15 \
-	    tests/sharding tests/serving tests
+	$(bin)/python -m $(pytest) --durations 15
 
 golden: venv
-	$(bin)/python -m pytest -n 2 --dist loadfile -m "golden and not slow"
+	$(bin)/python -m $(pytest) -m "golden and not slow"
 
 lint: venv
 	$(bin)/ruff check

@@ -45,6 +45,23 @@ def accept(
     return sampled, jnp.sum(jnp.cumprod(agree, axis=1, dtype=jnp.int32), axis=1)
 
 
+def likeliest(confidence: Array, live: Array, budget: int) -> Array:
+    """How many drafts int32 [B] to verify of each request, ``budget`` in all: every request keeps
+    its first one, the others go by the probability that all drafts up to them are accepted.
+
+    confidence f32 [B, n]: acceptance logits of the drafts, of which ``live`` int32 [B] count. Among
+    equals an earlier place in the block goes first, then an earlier request.
+    """
+    b, n = confidence.shape
+    place, counts = jnp.arange(n), jnp.arange(n) < live[:, None]
+    score = jnp.cumsum(jax.nn.log_sigmoid(confidence), axis=1)
+    score = jnp.where(counts, jnp.where(place == 0, jnp.inf, score), -jnp.inf)
+    order = jnp.argsort(-score.T.reshape(-1), stable=True)
+    rank = jnp.zeros(n * b, jnp.int32).at[order].set(jnp.arange(n * b)).reshape(n, b).T
+    kept = counts & ((rank < budget) | (place == 0))
+    return jnp.sum(jnp.cumprod(kept, axis=1, dtype=jnp.int32), axis=1)
+
+
 def simulated_acceptance(
     sampled: Sampled, drafts: Array, live: Array, position: Array, seed: Array, tokens: float
 ) -> tuple[Sampled, Array]:

@@ -1,7 +1,8 @@
 """Inputs of the programs, built on the host as NumPy arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -9,6 +10,16 @@ from dsv41_jax.rows import Rows
 from serving.buckets import Bucket, DecodeBatch
 from serving.logit_rules import LogitRules
 from serving.sampler import Sampling
+
+
+class Ranked(Protocol):
+    """Of a data rank."""
+
+    @property
+    def data_rank(self) -> int: ...
+
+
+Item = TypeVar("Item", bound=Ranked)
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,19 @@ class Segment:
     decoder_floor: int = 0
     write_from: int = 0
     image: frozenset[int] = frozenset()
+
+
+NOBODY = Segment((), 0, 0, 0, ())
+
+
+def by_rank(items: Iterable[Item], ranks: int, requests: int) -> list[Item | None]:
+    """What stands on the places of a bucket, ``requests`` a data rank: first those of rank 0, then
+    None, and so on.
+    """
+    mine: list[list[Item | None]] = [[] for _ in range(ranks)]
+    for item in items:
+        mine[item.data_rank].append(item)
+    return [item for own in mine for item in own + [None] * (requests - len(own))]
 
 
 def build_rows(segments: Sequence[Segment], bucket: Bucket, lookback: int) -> Rows:
@@ -55,13 +79,11 @@ def build_rows(segments: Sequence[Segment], bucket: Bucket, lookback: int) -> Ro
     return Rows(tokens=tokens, image=image, page_table=table, previous=previous, **ints)
 
 
-def build_targets(chunks: Sequence[tuple[np.ndarray, int, int]], bucket: Bucket) -> np.ndarray:
-    """int32 [B, T]: the prompt token after each row, 0 where there is none, of (prompt, start,
-    stop).
-    """
+def build_targets(segments: Sequence[Segment], bucket: Bucket) -> np.ndarray:
+    """int32 [B, T]: the prompt token after each row of the segments, 0 where there is none."""
     targets = np.zeros((bucket.requests, bucket.rows), np.int32)
-    for i, (prompt, start, stop) in enumerate(chunks):
-        following = prompt[start + 1 : stop + 1]
+    for i, segment in enumerate(segments):
+        following = segment.tokens[segment.start + 1 : segment.stop + 1]
         targets[i, : len(following)] = following
     return targets
 

@@ -1,5 +1,6 @@
 """Shapes and inputs of the compiled programs."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -8,14 +9,22 @@ from jax import Array
 
 @dataclass(frozen=True)
 class Bucket:
-    """The shapes of one executable: requests B, rows T a request, pages P of a page table, steps a
-    dispatch (decode).
+    """The shapes of one executable: requests B of each data rank, rows T a request, pages P of a
+    page table, steps a dispatch (decode).
     """
 
     requests: int
     rows: int
     pages: int
     steps: int = 1
+
+
+def prefill_shape(
+    shapes: Iterable[tuple[int, int]], requests: int, rows: int
+) -> tuple[int, int] | None:
+    """The smallest shape (requests, rows) that holds so many requests of so many rows."""
+    fitting = [shape for shape in shapes if shape[0] >= requests and shape[1] >= rows]
+    return min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
 
 
 @jax.tree_util.register_dataclass

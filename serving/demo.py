@@ -8,8 +8,8 @@ from dsv41_jax.command import exit_status, progress_line
 from dsv41_jax.prompt import prompt_ids
 from pallas_kernels.numerics import REFERENCE
 from serving.engine import Engine
-from serving.executor import EngineOptions
 from serving.generate import Loaded, load, prefill_shapes
+from serving.options import EngineOptions
 from serving.request import Request, Result
 
 PROMPTS = (

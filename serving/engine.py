@@ -11,11 +11,13 @@ from dsv41_jax.model import Model
 from dsv41_jax.ops import Ops
 from dsv41_jax.tokenizer import Tokenizer
 from serving.compile_counter import CompileCounter
-from serving.executor import EngineOptions, Executor, InFlight
+from serving.executor import Executor, InFlight
 from serving.forwards_speculative import Verified
+from serving.options import EngineOptions
 from serving.output import TextOutput
 from serving.pages import PagePool
 from serving.prefix_cache import PrefixCache
+from serving.ranks import assign, plan_step
 from serving.request import Request, TokenLogprobs, check_request
 from serving.scheduler import Limits, Scheduler
 from serving.sequence import Sequence, Stage
@@ -42,7 +44,9 @@ OnToken = Callable[[int, Event], None]
 
 
 class Engine:
-    """Runs requests to their end. One thread calls ``add``, ``abort`` and ``step``."""
+    """Runs requests to their end. One thread calls ``add``, ``abort`` and ``step``. Each of
+    ``ranks`` holds the requests, slots and pages of a data rank; what has begun stays on its rank.
+    """
 
     def __init__(
         self,
@@ -69,8 +73,15 @@ class Engine:
         self.steps_read = 0
         if executables is not None:
             self.executor.programs.executables = executables
-        self.pool = PagePool(options.pages)
-        self.prefix_cache = PrefixCache(self.pool, options.page_size)
+        self.ranks = [self._new_rank() for _ in range(self.executor.ranks)]
+        self.compiles = CompileCounter()
+        self.acceptance = Acceptance()
+        self.pending: InFlight | None = None
+        self._arrivals = 0
+
+    def _new_rank(self) -> Scheduler:
+        """A data rank with all of its slots and pages free."""
+        options = self.options
         limits = Limits(
             slots=options.slots,
             page_size=options.page_size,
@@ -81,11 +92,8 @@ class Engine:
             drafts=options.speculation.length if options.speculation else 0,
             max_drafting=options.speculation.max_batch if options.speculation else 0,
         )
-        self.scheduler = Scheduler(limits, self.pool, self.prefix_cache)
-        self.compiles = CompileCounter()
-        self.acceptance = Acceptance()
-        self.pending: InFlight | None = None
-        self._arrivals = 0
+        pool = PagePool(options.pages)
+        return Scheduler(limits, pool, PrefixCache(pool, options.page_size))
 
     def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
         """Compile everything; nothing compiles afterwards."""
@@ -104,7 +112,7 @@ class Engine:
             sequence.output = TextOutput(self.tokenizer, request.stop)
         sequence.queued_at = time.perf_counter()
         self._arrivals += 1
-        self.scheduler.add(sequence)
+        assign(self.ranks, sequence)
         return sequence
 
     def run(self, requests: Iterable[Request], on_token: OnToken | None = None) -> list[Sequence]:
@@ -152,21 +160,22 @@ class Engine:
         """End a request now; its pages are free for the next step."""
         if sequence.stage is not Stage.DONE:
             sequence.result.finish_reason = "abort"
-            self.scheduler.release(sequence)
+            self.ranks[sequence.data_rank].release(sequence)
 
     @property
     def idle(self) -> bool:
         """Nothing to run and nothing to read."""
-        return self.scheduler.idle and self.pending is None
+        return self.pending is None and all(rank.idle for rank in self.ranks)
 
     def step(self) -> list[Event]:
         """Dispatch the next step, then read the one before it (without ``overlap``: itself)."""
-        plan = self.scheduler.plan()
+        plan = plan_step(self.ranks)
         dispatched = None
         if not plan.empty:
             dispatched = self.executor.run(plan)
-            for sequence in self.scheduler.running:
-                self.scheduler.register(sequence)
+            for rank in self.ranks:
+                for sequence in rank.running:
+                    rank.register(sequence)
         if not self.options.overlap:
             return self._read(dispatched)
         ready, self.pending = self.pending, dispatched
@@ -180,28 +189,26 @@ class Engine:
             self.watchdog.wait(flight.arrays, str(self.steps_read))
         self.steps_read += 1
         for scores, chunks in flight.scores:
-            for chunk, tokens in zip(chunks, prompt_tokens(scores, chunks), strict=False):
+            for chunk, tokens in prompt_tokens(scores, chunks):
                 chunk.sequence.result.prompt_logprobs += tokens
         taken = []
         for sampled, owners in flight.sampled:
-            for sequence, token in zip(owners, host_tokens(sampled, len(owners)), strict=True):
-                if sequence is not None and sequence.stage is not Stage.DONE:
-                    taken.append((sequence, token))
-        for verified, blocks in flight.verified:
-            taken += self._settled(verified, blocks)
+            tokens = host_tokens(sampled, owners)
+            taken += [(s, token) for s, token in tokens if s.stage is not Stage.DONE]
+        for verified, owners, drafts in flight.verified:
+            taken += self._settled(verified, owners, drafts)
         if self.grammars is not None:
             self.grammars.advance([(s.matcher, t.token_id) for s, t in taken if s.matcher])
         # A token of a block may end its sequence before the next one.
         return [self._take(s, token) for s, token in taken if s.stage is not Stage.DONE]
 
     def _settled(
-        self, verified: Verified, owners: list[tuple[Sequence, int]]
+        self, verified: Verified, owners: list[Sequence | None], drafts: int
     ) -> list[tuple[Sequence, TokenLogprobs]]:
         """The tokens of a step with drafts; what the host did not know of it is settled."""
         taken = []
-        blocks = host_blocks(verified, len(owners))
-        for (sequence, drafts), (tokens, drafted) in zip(owners, blocks, strict=True):
-            sequence.settle(drafts, len(tokens))
+        for sequence, tokens, drafted in host_blocks(verified, owners):
+            sequence.settle(sequence.drafts(drafts), len(tokens))
             if sequence.stage is not Stage.DONE:
                 self.acceptance.add(drafted, len(tokens) - 1)
                 sequence.result.drafted += drafted
@@ -222,8 +229,9 @@ class Engine:
         text = self._text(sequence, token)
         finished = result.finish_reason is not None
         if finished:
-            self.scheduler.register(sequence)
-            self.scheduler.release(sequence)
+            rank = self.ranks[sequence.data_rank]
+            rank.register(sequence)
+            rank.release(sequence)
         return Event(sequence, token, text, finished)
 
     def _text(self, sequence: Sequence, token: TokenLogprobs) -> str:
@@ -239,4 +247,5 @@ class Engine:
 
     def check(self) -> None:
         """Invariants of the host state; for tests, after any step."""
-        self.scheduler.check()
+        for rank in self.ranks:
+            rank.check()

@@ -10,76 +10,51 @@ import numpy as np
 from dsv41_jax.cache import Cache, CacheShape, kv_bytes_per_token
 from dsv41_jax.model import Model
 from dsv41_jax.ops import Ops
-from serving.batch import Segment, build_rows, build_targets, everything
-from serving.buckets import Bucket, DecodeBatch
+from dsv41_jax.rows import Rows
+from serving.batch import (
+    NOBODY,
+    Segment,
+    build_rows,
+    build_targets,
+    by_rank,
+    everything,
+    page_tables,
+)
+from serving.buckets import Bucket, DecodeBatch, prefill_shape
 from serving.forwards_speculative import Verified
 from serving.logit_rules import PROMPT
+from serving.options import EngineOptions
 from serving.programs import READERS, Programs
 from serving.replay import decoder_floor, window_floor
 from serving.sampler import RowScores, Sampled, Sampling
-from serving.scheduler import Chunk, Plan
+from serving.scheduler import Chunk, Plan, most_on_a_rank
 from serving.sequence import Sequence, Stage
 from serving.slots import SlotTable
-from serving.speculative import Speculation
-from sharding.place import Placement
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """slots: running requests. pages: pages of the pool. max_tokens: prompt and new tokens of one
-    request. prefill: (requests, rows) of prefill dispatches; decode: requests of decode dispatches,
-    the largest must hold every slot. replay: bounded replay on both sides; off also means that no
-    cached prefix is used. overlap: dispatch a step before the one before it is read. logprobs: most
-    alternatives a token. prompt_logprobs: whether requests may ask for them (one program more a
-    prefill shape). step_timeout_s: how long a step of a model that is spread over devices may take
-    before it counts as stuck. speculation: None for plain decoding.
-    """
-
-    slots: int = 8
-    pages: int = 256
-    page_size: int = 64
-    max_tokens: int = 4096
-    prefill: tuple[tuple[int, int], ...] = ((1, 64), (1, 512))
-    decode: tuple[int, ...] = (1, 8)
-    replay: bool = True
-    prefix_cache: bool = True
-    overlap: bool = True
-    logprobs: int = 20
-    prompt_logprobs: bool = True
-    max_stop_ids: int = 8
-    max_bias_ids: int = 300
-    step_timeout_s: float = 60.0
-    speculation: Speculation | None = None
-
-    def __post_init__(self) -> None:
-        if max(self.decode) < self.slots:
-            raise ValueError(f"decode={self.decode} must reach slots={self.slots}")
-        if any(rows < 1 or requests < 1 for requests, rows in self.prefill):
-            raise ValueError(f"prefill={self.prefill} must be positive")
-
-    @property
-    def pages_per_request(self) -> int:
-        return -(-self.max_tokens // self.page_size)
+from sharding.place import Placement, rank_part
 
 
 @dataclass
 class InFlight:
-    """What a step dispatched: sampled arrays and whose row is whose, blocks with drafts and how
-    many of them each owner took, and scores of prompt rows.
+    """What a step dispatched, and whose place is whose: sampled arrays, blocks with the number of
+    drafts they were made for, and scores of prompt rows.
     """
 
     sampled: list[tuple[Sampled, list[Sequence | None]]] = field(default_factory=list)
-    verified: list[tuple[Verified, list[tuple[Sequence, int]]]] = field(default_factory=list)
-    scores: list[tuple[RowScores, list[Chunk]]] = field(default_factory=list)
+    verified: list[tuple[Verified, list[Sequence | None], int]] = field(default_factory=list)
+    scores: list[tuple[RowScores, list[Chunk | None]]] = field(default_factory=list)
 
     @property
     def arrays(self) -> list[Sampled | Verified | RowScores]:
         """What the host will read."""
-        return [found for found, _ in (*self.sampled, *self.verified, *self.scores)]
+        return [found[0] for found in (*self.sampled, *self.verified, *self.scores)]
 
 
 class Executor:
-    """The device side of the engine; ``run`` dispatches and waits for nothing but older saves."""
+    """The device side of the engine; ``run`` dispatches and waits for nothing but older saves.
+
+    Data ranks run every program together, those without work on idle places: the rank with most
+    decides the bucket. Inputs and outputs hold the places of one rank after those of the other.
+    """
 
     def __init__(
         self,
@@ -100,33 +75,32 @@ class Executor:
             placement=placement,
             speculation=options.speculation,
         )
+        self.ranks = self.programs.ranks
         self.cache = self.programs.new_cache()
-        self.kv_bytes_per_token = kv_bytes_per_token(self.cache, shape)
+        self.kv_bytes_per_token = kv_bytes_per_token(self.cache, shape) / self.ranks
         self.table = SlotTable(
             self.cfg,
             options.slots,
             options.pages_per_request,
             stop_ids=options.max_stop_ids,
             bias_ids=options.max_bias_ids,
+            ranks=self.ranks,
         )
+        self._needed = options.programs(self.cfg.sliding_window)
         self._saving: list[Sequence] = []
         self._all_allowed: dict[int, jax.Array] = {}
 
     def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
         """Compile every program for every bucket and run each once without live rows."""
-        for name, bucket in self._everything():
+        for name, bucket in self._needed:
             if progress:
                 progress(f"compile {name} {bucket.requests} x {bucket.rows}")
             self.programs.compile(name, bucket)
-        for name, bucket in self._everything():
+        for name, bucket in self._needed:
             self._run_idle(name, bucket)
 
     def _run_idle(self, name: str, bucket: Bucket) -> None:
         inputs = self.programs.idle_inputs(name, bucket)
-        if name == "put_state":  # puts back what it has just taken
-            place = inputs[:2]
-            state = self.programs("take_state", bucket, self.cache, *place)
-            inputs = *place, jax.tree.map(np.asarray, state)
         out = self.programs(name, bucket, self.cache, *inputs)
         if name not in READERS:
             self.cache = out if isinstance(out, Cache) else out[0]
@@ -169,80 +143,90 @@ class Executor:
 
     def _set_counts(self, sequence: Sequence) -> None:
         """The prompt for the penalties, before the chunk whose token is the first to be kept."""
-        counts = np.zeros(self.cfg.vocab_size, np.int32)
-        counts[sequence.prompt] = PROMPT
-        slot = np.int32(sequence.slot)
+        counts = np.zeros((self.ranks, self.cfg.vocab_size), np.int32)
+        counts[sequence.data_rank, sequence.prompt] = PROMPT
+        slot = self._slot(sequence.data_rank, sequence.slot)
         self.cache = self.programs("set_counts", self._one, self.cache, slot, counts)
 
     def _encode(self, chunks: list[Chunk]) -> None:
-        bucket, rows, _ = self._prefill_inputs(chunks)
+        bucket, places = self._prefill_places(chunks)
+        rows = self._rows([self._chunk_rows(chunk) for chunk in places], bucket)
         self.cache = self.programs("encode", bucket, self.cache, rows)
 
     def _prefill_full(self, chunks: list[Chunk], flight: InFlight) -> None:
-        bucket, rows, sampling = self._prefill_inputs(chunks)
-        owners = [c.sequence if c.last else None for c in chunks]
-        sampling = self._with_grammars("prefill_full", bucket, sampling, owners)
+        bucket, places = self._prefill_places(chunks)
+        rows = self._rows([self._chunk_rows(chunk) for chunk in places], bucket)
+        owners = [chunk.sequence if chunk and chunk.last else None for chunk in places]
+        sampling = self._sampling(owners)
         self.cache, sampled = self.programs("prefill_full", bucket, self.cache, rows, sampling)
         self._keep(sampled, owners, flight)
 
     def _prefill_scored(self, chunks: list[Chunk], flight: InFlight) -> None:
-        bucket, rows, sampling = self._prefill_inputs(chunks)
-        targets = build_targets([(c.sequence.prompt, c.start, c.stop) for c in chunks], bucket)
-        owners = [c.sequence if c.last else None for c in chunks]
-        sampling = self._with_grammars("prefill_scored", bucket, sampling, owners)
-        inputs = rows, sampling, targets
+        bucket, places = self._prefill_places(chunks)
+        segments = [self._chunk_rows(chunk) for chunk in places]
+        owners = [chunk.sequence if chunk and chunk.last else None for chunk in places]
+        inputs = (
+            self._rows(segments, bucket),
+            self._sampling(owners),
+            build_targets(segments, self._whole(bucket)),
+        )
         self.cache, sampled, scores = self.programs("prefill_scored", bucket, self.cache, *inputs)
-        flight.scores.append((scores, chunks))
+        flight.scores.append((scores, places))
         self._keep(sampled, owners, flight)
 
     def _replay(self, sequences: list[Sequence], flight: InFlight) -> None:
-        window = self.cfg.sliding_window
-        places = min(n for n, _ in self.options.prefill if n >= len(sequences))
-        bucket = self._bucket(places, window)
-        segments = []
-        for sequence in sequences:
-            start = decoder_floor(sequence.length, window, replay=True)
-            segments.append(self._segment(sequence, start, sequence.length))
-            sequence.result.decoder_rows = sequence.length - start
-        rows = build_rows(segments, bucket, self.cfg.engram_max_ngram_size - 1)
-        sampling = self.table.sampling_of([s.slot for s in sequences], bucket)
-        sampling = self._with_grammars("replay", bucket, sampling, sequences)
+        count = self._enough(sequences, [requests for requests, _ in self.options.prefill])
+        bucket = self.options.bucket(count, self.cfg.sliding_window)
+        owners = by_rank(sequences, self.ranks, bucket.requests)
+        rows = self._rows([self._replay_rows(sequence) for sequence in owners], bucket)
+        sampling = self._sampling(owners)
         self.cache, sampled = self.programs("replay", bucket, self.cache, rows, sampling)
-        self._keep(sampled, [*sequences], flight)
+        self._keep(sampled, owners, flight)
+
+    def _replay_rows(self, sequence: Sequence | None) -> Segment:
+        if sequence is None:
+            return NOBODY
+        start = decoder_floor(sequence.length, self.cfg.sliding_window, replay=True)
+        sequence.result.decoder_rows = sequence.length - start
+        return self._segment(sequence, start, sequence.length)
 
     def _decode(self, sequences: list[Sequence], flight: InFlight) -> None:
-        bucket, batch, sampling = self._decode_inputs(sequences)
-        sampling = self._with_grammars("decode", bucket, sampling, sequences)
+        bucket, owners, batch, sampling = self._decode_inputs(sequences)
         self.cache, decoded = self.programs("decode", bucket, self.cache, batch, sampling)
-        self._keep(decoded.sampled, [*sequences], flight)
+        self._keep(decoded.sampled, owners, flight)
 
     def _verify(self, sequences: list[Sequence], drafts: int, flight: InFlight) -> None:
         """Draft and verify without the host in between; without drafts a row a request."""
-        one, batch, sampling = self._decode_inputs(sequences)
-        ids: Any = np.zeros((one.requests, 0), np.int32)
+        one, owners, batch, sampling = self._decode_inputs(sequences)
+        ids: Any = np.zeros((len(owners), 0), np.int32)
+        confidence: tuple = ()
         if drafts:
-            ids = self.programs("draft", replace(one, rows=drafts), self.cache, batch).ids
-        owners = [(sequence, sequence.drafts(drafts)) for sequence in sequences]
-        allowed = np.zeros(one.requests, np.int32)
-        allowed[: len(owners)] = [own for _, own in owners]
+            made = self.programs("draft", replace(one, rows=drafts), self.cache, batch)
+            ids = made.ids
+            if self.options.speculation and self.options.speculation.budget:
+                confidence = (made.confidence,)
+        allowed = np.array([s.drafts(drafts) if s else 0 for s in owners], np.int32)
+        inputs = batch, sampling, ids, allowed, *confidence
         bucket = replace(one, rows=1 + drafts)
-        sampling = self._with_grammars("verify", bucket, sampling, sequences)
-        inputs = batch, sampling, ids, allowed
         self.cache, verified = self.programs("verify", bucket, self.cache, *inputs)
-        for sequence, own in owners:
-            sequence.dispatch(own)
-        flight.verified.append((verified, owners))
+        for sequence in sequences:
+            sequence.dispatch(sequence.drafts(drafts))
+        flight.verified.append((verified, owners, drafts))
 
-    def _decode_inputs(self, sequences: list[Sequence]) -> tuple[Bucket, DecodeBatch, Sampling]:
+    def _decode_inputs(
+        self, sequences: list[Sequence]
+    ) -> tuple[Bucket, list[Sequence | None], DecodeBatch, Sampling]:
         for sequence in sequences:
             self.table.update_pages(sequence)
-        places = min(n for n in self.options.decode if n >= len(sequences))
-        bucket = self._bucket(places, 1)
-        return bucket, *self.table.decode_inputs([s.slot for s in sequences], bucket)
+        bucket = self.options.bucket(self._enough(sequences, self.options.decode), 1)
+        owners = by_rank(sequences, self.ranks, bucket.requests)
+        batch, sampling = self.table.decode_inputs(owners)
+        return bucket, owners, batch, self._with_grammars(sampling, owners)
 
-    def _with_grammars(
-        self, name: str, bucket: Bucket, sampling: Sampling, owners: Iterable[Sequence | None]
-    ) -> Sampling:
+    def _sampling(self, owners: list[Sequence | None]) -> Sampling:
+        return self._with_grammars(self.table.sampling_of(owners), owners)
+
+    def _with_grammars(self, sampling: Sampling, owners: list[Sequence | None]) -> Sampling:
         """The sampling with the ids that each row's grammar allows; bits travel to the device only
         if a row has a grammar. Where a grammar leaves nothing but stop ids, they may come before
         ``min_tokens``.
@@ -251,8 +235,8 @@ class Executor:
         assert rules is not None
         matchers = [(i, s, s.matcher) for i, s in enumerate(owners) if s and s.matcher]
         if not matchers:
-            return replace(sampling, rules=replace(rules, allowed=self._all_ids(name, bucket)))
-        allowed = everything(bucket.requests, self.cfg.vocab_size)
+            return replace(sampling, rules=replace(rules, allowed=self._all_ids(len(owners))))
+        allowed = everything(len(owners), self.cfg.vocab_size)
         for row, sequence, matcher in matchers:
             allowed[row] = matcher.allowed
             request = sequence.request
@@ -260,13 +244,12 @@ class Executor:
                 rules.min_position[row] = 0
         return replace(sampling, rules=replace(rules, allowed=allowed))
 
-    def _all_ids(self, name: str, bucket: Bucket) -> jax.Array:
-        """``allowed`` of a batch without grammars, on the device since it was first needed."""
-        if bucket.requests not in self._all_allowed:
-            inputs = self.programs.executables[name, bucket].input_shardings[0]
-            array = everything(bucket.requests, self.cfg.vocab_size)
-            self._all_allowed[bucket.requests] = jax.device_put(array, inputs[3].rules.allowed)
-        return self._all_allowed[bucket.requests]
+    def _all_ids(self, places: int) -> jax.Array:
+        """``allowed`` of places without grammars, on the device since it was first needed."""
+        if places not in self._all_allowed:
+            array = everything(places, self.cfg.vocab_size)
+            self._all_allowed[places] = self.programs.on_devices(array)
+        return self._all_allowed[places]
 
     def _keep(self, sampled: Sampled, owners: list[Sequence | None], flight: InFlight) -> None:
         for sequence in owners:
@@ -275,22 +258,35 @@ class Executor:
                 sequence.stage = Stage.DECODE
         flight.sampled.append((sampled, owners))
 
-    def _prefill_inputs(self, chunks: list[Chunk]) -> tuple:
-        """Bucket, rows and sampling of prompt chunks; counts their rows."""
-        longest = max(chunk.stop - chunk.start for chunk in chunks)
-        fits = [(n, t) for n, t in self.options.prefill if n >= len(chunks) and t >= longest]
-        bucket = self._bucket(*min(fits, key=lambda shape: shape[0] * shape[1]))
-        segments = [self._segment(c.sequence, c.start, c.stop) for c in chunks]
+    def _prefill_places(self, chunks: list[Chunk]) -> tuple[Bucket, list[Chunk | None]]:
+        """The bucket of prompt chunks and where they stand in it; counts their rows."""
+        shape = prefill_shape(self.options.prefill, *Plan(chunks=chunks).prefill)
+        assert shape is not None, "the plan has chunks that no shape holds"
         for chunk in chunks:
             chunk.sequence.computed = chunk.stop
-            chunk.sequence.result.encoder_rows += chunk.stop - chunk.start
+            chunk.sequence.result.encoder_rows += chunk.rows
             if not self.options.replay or chunk.sequence.request.prompt_logprobs is not None:
-                chunk.sequence.result.decoder_rows += chunk.stop - chunk.start
-        rows = build_rows(segments, bucket, self.cfg.engram_max_ngram_size - 1)
-        return bucket, rows, self.table.sampling_of([c.sequence.slot for c in chunks], bucket)
+                chunk.sequence.result.decoder_rows += chunk.rows
+        bucket = self.options.bucket(*shape)
+        return bucket, by_rank(chunks, self.ranks, bucket.requests)
+
+    def _enough(self, sequences: list[Sequence], sizes: Iterable[int]) -> int:
+        """The smallest size that holds the requests of the data rank that has most."""
+        most = most_on_a_rank(sequences)
+        return min(size for size in sizes if size >= most)
+
+    def _rows(self, segments: list[Segment], bucket: Bucket) -> Rows:
+        return build_rows(segments, self._whole(bucket), self.cfg.engram_max_ngram_size - 1)
+
+    def _whole(self, bucket: Bucket) -> Bucket:
+        """The shapes of a bucket's inputs, which hold the places of all ranks."""
+        return replace(bucket, requests=self.ranks * bucket.requests)
+
+    def _chunk_rows(self, chunk: Chunk | None) -> Segment:
+        return self._segment(chunk.sequence, chunk.start, chunk.stop) if chunk else NOBODY
 
     def _segment(self, sequence: Sequence, start: int, stop: int) -> Segment:
-        floor = self.table.batch.decoder_floor[sequence.slot]
+        floor = self.table.batch.decoder_floor[self.table.row(sequence)]
         return Segment(
             sequence.prompt,
             start,
@@ -303,9 +299,10 @@ class Executor:
         )
 
     def _save(self, sequence: Sequence) -> None:
-        saved = sequence.saved
-        place = np.int32(saved.slot), self._page_row(saved.pages)
-        saved.state = self.programs("take_state", self._one, self.cache, *place)
+        saved, rank = sequence.saved, sequence.data_rank
+        place = self._slot(rank, saved.slot), self._page_rows(rank, saved.pages)
+        taken = self.programs("take_state", self._one, self.cache, *place)
+        saved.state = rank_part(taken, rank, self.ranks)
         for array in jax.tree.leaves(saved.state):
             array.copy_to_host_async()
         self._saving.append(sequence)
@@ -318,49 +315,25 @@ class Executor:
         self._saving.clear()
 
     def _restore(self, sequence: Sequence) -> None:
-        saved = sequence.saved
+        rank = sequence.data_rank
         self.table.assign(sequence, replay=self.options.replay)
         self.table.update_pages(sequence)
-        place = np.int32(sequence.slot), self._page_row(sequence.pages)
-        self.cache = self.programs("put_state", self._one, self.cache, *place, saved.state)
+        place = self._slot(rank, sequence.slot), self._page_rows(rank, sequence.pages)
+        state = self.programs.on_rank(sequence.saved.state, rank)
+        self.cache = self.programs("put_state", self._one, self.cache, *place, state)
         sequence.saved = None
 
-    def _page_row(self, pages: list[int]) -> np.ndarray:
-        row = np.full(self.options.pages_per_request, -1, np.int32)
-        row[: len(pages)] = pages
-        return row
+    def _slot(self, rank: int, slot: int) -> np.ndarray:
+        """int32 [ranks]: the slot on its data rank, none on the others."""
+        slots = np.full(self.ranks, -1, np.int32)
+        slots[rank] = slot
+        return slots
+
+    def _page_rows(self, rank: int, pages: list[int]) -> np.ndarray:
+        """int32 [ranks, P]: the pages on their data rank, none on the others."""
+        mine = [pages if other == rank else () for other in range(self.ranks)]
+        return page_tables(mine, self._whole(self._one))
 
     @property
     def _one(self) -> Bucket:
-        return self._bucket(1, 1)
-
-    def _bucket(self, requests: int, rows: int) -> Bucket:
-        return Bucket(requests, rows, self.options.pages_per_request)
-
-    def _everything(self) -> list[tuple[str, Bucket]]:
-        options = self.options
-        shapes = [self._bucket(*shape) for shape in options.prefill]
-        names = ["encode"] if options.replay else ["prefill_full"]
-        if options.prompt_logprobs:
-            names.append("prefill_scored")
-        wanted = [(name, bucket) for name in names for bucket in shapes]
-        if options.replay:
-            places = sorted({requests for requests, _ in options.prefill})
-            window = self.cfg.sliding_window
-            wanted += [("replay", self._bucket(count, window)) for count in places]
-        wanted += self._decoding()
-        return wanted + [(name, self._one) for name in ("take_state", "put_state", "set_counts")]
-
-    def _decoding(self) -> list[tuple[str, Bucket]]:
-        """What decode steps need: with speculation, drafts wherever so few requests may decode."""
-        ones = [self._bucket(count, 1) for count in sorted(self.options.decode)]
-        speculation = self.options.speculation
-        if speculation is None:
-            return [("decode", one) for one in ones]
-        wanted = [("verify", one) for one in ones]
-        fewer = [0, *(one.requests for one in ones)]
-        for one, below in zip(ones, fewer, strict=False):
-            if below < speculation.max_batch:
-                wanted.append(("draft", replace(one, rows=speculation.length)))
-                wanted.append(("verify", replace(one, rows=1 + speculation.length)))
-        return wanted
+        return self.options.bucket(1, 1)

@@ -18,7 +18,7 @@ from dsv41_jax.engram import next_history
 from dsv41_jax.model import Model
 from dsv41_jax.ops import Ops
 from dsv41_jax.rows import Rows
-from serving.acceptance import accept, simulated_acceptance
+from serving.acceptance import accept, likeliest, simulated_acceptance
 from serving.buckets import DecodeBatch
 from serving.logit_rules import counted
 from serving.sampler import Sampled, Sampling
@@ -62,14 +62,21 @@ def verify(
     sampling: Sampling,
     drafts: Array,
     allowed: Array,
+    confidence: Array | None = None,
     *,
     logprobs: int,
     simulated: float | None = None,
+    budget: int | None = None,
 ) -> tuple[Cache, Verified]:
     """One step over the newest token and int32 [B, n] drafts, of which each request admits
-    ``allowed`` int32 [B]. The batch's positions are not used, the cache's are.
+    ``allowed`` int32 [B]. The batch's positions are not used, the cache's are. budget: drafts
+    verified in all, chosen by their ``confidence`` f32 [B, n].
     """
     rows = _rows(cache, batch, drafts, allowed)
+    if confidence is not None:
+        assert budget is not None
+        chosen = likeliest(confidence, rows.length - 1, budget)
+        rows = replace(rows, length=jnp.minimum(rows.length, 1 + chosen))
     handoff, cache = model.encoder(ops, rows, cache)
     features, cache = model.decoder(ops, rows, handoff, cache)
     logits = model.logits(ops, features.h, features.pre)

@@ -22,16 +22,18 @@ from dsv41_jax.tokenizer import Tokenizer
 from pallas_kernels.dispatch import KINDS
 from pallas_kernels.numerics import MODES, Numerics
 from serving.engine import Engine, Event
-from serving.executor import EngineOptions
+from serving.options import EngineOptions
 from serving.request import Request, Result, TokenLogprobs, check_request
 from serving.sequence import Sequence
 from serving.speculative import add_options, speculation_of
 from sharding.build import build_ops
-from sharding.layouts import LAYOUTS
 from sharding.place import Placement, load_placed, place
+from sharding.processes import add_options as add_process_options
+from sharding.processes import join
 from sharding.repack import repack_placed
 
 MAX_LOGPROBS = 20
+LAYOUT_HELP = "devices: tp8, dep8, tp4xdp2, ... (default: tp1)"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class Loaded:
     tokenizer: Tokenizer
     ops: Ops
     placement: Placement | None = None
+
+    @property
+    def data_ranks(self) -> int:
+        return self.placement.division.layout.data if self.placement else 1
 
 
 def load(
@@ -71,14 +77,15 @@ def load(
 def _placement(layout: str, cfg: Config) -> Placement | None:
     """None for one device."""
     placement = place(layout, cfg)
-    if placement.division.ways("batch") > 1:
-        ours = [name for name, each in LAYOUTS.items() if each.data == 1]
-        raise UserError(
-            f"layout {layout}: the engine has one data rank; must be one of {', '.join(ours)}"
-        )
-    if placement.division.layout.devices == 1:
+    used = placement.division.layout
+    if used.devices == 1:
         return None
-    for note in (*placement.division.notes, "every rank holds a copy of the cache"):
+    notes = [*placement.division.notes]
+    if used.data > 1:
+        notes.append(f"{used.data} data ranks, each with slots and pages of its own")
+    if used.tensor > 1:
+        notes.append("every tensor rank holds a copy of its data rank's cache")
+    for note in notes:
         progress_line(f"layout {layout}: {note}")
     return placement
 
@@ -86,7 +93,7 @@ def _placement(layout: str, cfg: Config) -> Placement | None:
 def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit status."""
     arguments = _parser().parse_args(argv)
-    return exit_status(lambda: _generate(arguments))
+    return exit_status(lambda: (join(arguments), _generate(arguments)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,7 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--chunk-size", type=int, default=512, metavar="N", help="most prompt rows a dispatch"
     )
-    parser.add_argument("--layout", default="tp1", metavar="NAME")
+    parser.add_argument("--layout", default="tp1", metavar="NAME", help=LAYOUT_HELP)
+    add_process_options(parser)
     add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -151,11 +159,13 @@ def _generate(arguments: argparse.Namespace) -> None:
     options = replace(_options(arguments, request), speculation=speculation)
     engine = Engine(loaded.model, loaded.ops, options, loaded.tokenizer, placement=loaded.placement)
     engine.warm_up(progress=progress_line)
+    first = arguments.process_id == 0  # of several that do the same
+    sequence = engine.run([request], on_token=_show if first and not arguments.json else None)[0]
+    if not first:
+        return
     if arguments.json:
-        sequence = engine.run([request])[0]
         print(json.dumps(_report(sequence, engine, arguments.logprobs)))
         return
-    sequence = engine.run([request], on_token=_show)[0]
     print()
     progress_line(f"{sequence.result.finish_reason}: {stats(sequence.result, engine)}")
 

@@ -44,12 +44,18 @@ class PrefixCache:
         them used.
         """
         self._tick += 1
+        matched = self.find(tokens, limit)
+        for node in matched:
+            self._touch(node)
+        return matched
+
+    def find(self, tokens: np.ndarray, limit: int) -> list[int]:
+        """The nodes of ``match``, not marked."""
         matched, parent = [], ROOT
         for index in range(min(limit, len(tokens) // self.page_size)):
             node = self._edges.get((parent, self._edge(tokens, index)))
             if node is None:
                 break
-            self._touch(node)
             matched.append(node)
             parent = node
         return matched

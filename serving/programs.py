@@ -3,6 +3,7 @@ donated.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,8 +19,11 @@ from serving.batch import build_rows, neutral_decode, neutral_sampling
 from serving.buckets import Bucket, DecodeBatch
 from serving.forwards import Decoded, decode, encode, prefill_full, prefill_scored, replay
 from serving.forwards_speculative import draft, verify
+from serving.memory import check_cache_fits
 from serving.speculative import Speculation
 from serving.swap import put_state, set_counts, take_state
+from sharding.collectives import gather
+from sharding.layouts import DATA
 from sharding.place import BY_RANK, BY_RANK_LATER, REPLICATED, Placement
 
 __all__ = ["Bucket", "DecodeBatch", "Decoded", "Programs"]
@@ -33,10 +37,13 @@ FORWARDS = {
     "draft": draft,
     "verify": verify,
 }
-# Of programs whose outputs are not all led by requests or slots: decode stacks its steps.
+# Outputs are led by requests, slots or pages; but decode stacks its steps.
 OUTPUT_SPECS = {
+    "replay": (BY_RANK, BY_RANK),
+    "prefill_full": (BY_RANK, BY_RANK),
+    "prefill_scored": (BY_RANK, BY_RANK, BY_RANK),
     "decode": (BY_RANK, Decoded(BY_RANK_LATER, BY_RANK_LATER, BY_RANK)),
-    "take_state": REPLICATED,
+    "verify": (BY_RANK, BY_RANK),
 }
 MOVES = {"take_state": take_state, "put_state": put_state, "set_counts": set_counts}
 READERS = "take_state", "draft"
@@ -50,7 +57,8 @@ class Programs:
     holds draft windows and positions, as ``draft`` and ``verify`` need them. placement: where the
     model lies if it is spread over devices; the programs then run under ``shard_map``. ``shape`` is
     then that of one data rank; slots and pages count from 0 on each of them, whose inputs and
-    outputs stand one after the other on the axis of the requests.
+    outputs stand one after the other on the axis of the requests. shared: whether several processes
+    run the programs; all of them then read what any rank samples.
     """
 
     def __init__(
@@ -71,6 +79,7 @@ class Programs:
         self.logprobs, self.max_stop_ids = logprobs, max_stop_ids
         self.max_bias_ids, self.speculation = max_bias_ids, speculation
         self.executables: dict[tuple[str, Bucket], Any] = {}
+        self.shared = placement is not None and placement.mesh.is_multi_process
 
     @property
     def ranks(self) -> int:
@@ -78,6 +87,9 @@ class Programs:
         return self.placement.division.ways("batch") if self.placement else 1
 
     def new_cache(self) -> Cache:
+        """An empty cache of all ranks; UserError if it does not fit the devices."""
+        here = self.placement.mesh.local_devices if self.placement else jax.local_devices()[:1]
+        check_cache_fits(jax.eval_shape(self._empty_cache), self.ranks, here)
         return jit(self._empty_cache)() if self.placement else self._empty_cache()
 
     def _empty_cache(self) -> Cache:
@@ -96,7 +108,7 @@ class Programs:
             cache, inputs = jax.eval_shape(self._empty_cache), self.input_shapes(name, bucket)
             if self.placement:
                 cache = self.placement.shapes(cache, BY_RANK)
-                inputs = self.placement.shapes(inputs, self._input_spec(name))
+                inputs = self.placement.shapes(inputs, BY_RANK)
             donate = () if name in READERS else (1,)
             function = jit(self.bound(name, bucket), donate=donate)
             self.executables[name, bucket] = function.lower(self.params, cache, *inputs).compile()
@@ -106,13 +118,24 @@ class Programs:
         """Run a compiled program; all but ``READERS`` consume the cache passed in. KeyError if
         the bucket was not compiled.
         """
+        if self.shared:
+            inputs = self.on_devices(inputs)
         return self.executables[name, bucket](self.params, cache, *inputs)
+
+    def on_devices(self, values: Any) -> Any:
+        """Inputs on their devices; arrays that are there already stay."""
+        if self.placement is None:
+            return jax.device_put(values)
+        put = partial(self.placement.put, spec=BY_RANK)
+        return jax.tree.map(lambda v: v if isinstance(v, jax.Array) else put(v), values)
+
+    def on_rank(self, values: Any, rank: int) -> Any:
+        """Host arrays [n, ...] of one data rank as a program's input; the other ranks get zeros."""
+        return self.placement.put_part(values, rank) if self.placement else values
 
     def idle_inputs(self, name: str, bucket: Bucket) -> tuple:
         """Inputs after the cache with which a program changes nothing that matters."""
-        if name in MOVES:
-            return self._idle_move(name, bucket)
-        one = self._idle_rank(name, bucket)
+        one = self._idle_move(name, bucket) if name in MOVES else self._idle_rank(name, bucket)
         return jax.tree.map(lambda leaf: np.concatenate([leaf] * self.ranks), one)
 
     def _idle_rank(self, name: str, bucket: Bucket) -> tuple:
@@ -126,7 +149,9 @@ class Programs:
             return (batch,)
         if name == "verify":
             drafts = np.zeros((bucket.requests, bucket.rows - 1), np.int32)
-            return batch, sampling, drafts, np.zeros(bucket.requests, np.int32)
+            inputs = batch, sampling, drafts, np.zeros(bucket.requests, np.int32)
+            chosen = self.speculation and self.speculation.budget and drafts.size
+            return (*inputs, drafts.astype(np.float32)) if chosen else inputs
         rows = build_rows([], bucket, self.cfg.engram_max_ngram_size - 1)
         if name == "encode":
             return (rows,)
@@ -135,9 +160,10 @@ class Programs:
         return rows, sampling
 
     def _idle_move(self, name: str, bucket: Bucket) -> tuple:
-        slot, pages = np.int32(0), np.full(bucket.pages, -1, np.int32)
+        slot = np.full(bucket.requests, -1, np.int32)
+        pages = np.full((bucket.requests, bucket.pages), -1, np.int32)
         if name == "set_counts":
-            return slot, np.zeros(self.cfg.vocab_size, np.int32)
+            return slot, np.zeros((bucket.requests, self.cfg.vocab_size), np.int32)
         if name == "take_state":
             return slot, pages
         saved = jax.eval_shape(take_state, jax.eval_shape(self._rank_cache), slot, pages)
@@ -163,16 +189,12 @@ class Programs:
             return of_rank(params, cache, *inputs)
 
         specs = [self.placement.parameter_specs(self.params), BY_RANK]
-        specs += [self._input_spec(name)] * len(kept)
+        specs += [BY_RANK] * len(kept)
         outputs = OUTPUT_SPECS.get(name, BY_RANK)
+        if self.shared and name in OUTPUT_SPECS:
+            run, outputs = _read_by_all(run, outputs)
         spread = self.placement.over_ranks(run, tuple(specs), outputs)
         return lambda params, cache, *inputs: spread(params, cache, *(inputs[i] for i in kept))
-
-    def _input_spec(self, name: str) -> PartitionSpec:
-        """Moves concern one slot, which without data ranks is on all devices."""
-        if name in MOVES and self.ranks > 1:
-            raise NotImplementedError(f"{name} on {self.ranks} data ranks")
-        return REPLICATED if name in MOVES else BY_RANK
 
     def _of_rank(self, name: str, bucket: Bucket) -> Callable:
         if name in MOVES:
@@ -196,7 +218,23 @@ class Programs:
             options["steps"] = bucket.steps
         if name == "verify" and self.speculation is not None:
             options["simulated"] = self.speculation.simulated
+            options["budget"] = self.speculation.budget
         return options
+
+
+def _read_by_all(run: Callable, specs: tuple) -> tuple[Callable, tuple]:
+    """A program's function on a rank, whose outputs beside the cache are all ranks' on each of
+    them; its specs.
+    """
+
+    def whole(spec: PartitionSpec, part: Any) -> Any:
+        return jax.tree.map(lambda leaf: gather(leaf, (DATA,), axis=len(spec) - 1), part)
+
+    def gathered(*given: Any) -> tuple:
+        cache, *found = run(*given)
+        return cache, *jax.tree.map(whole, specs[1:], tuple(found))
+
+    return gathered, (specs[0], *[REPLICATED] * (len(specs) - 1))
 
 
 def _empty(value: Any) -> bool:

@@ -1,7 +1,11 @@
 """What runs in the next step: plain Python, state in, plan out."""
 
+from collections import Counter
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from serving.pages import PagePool
 from serving.prefix_cache import ROOT, PrefixCache
@@ -32,15 +36,10 @@ class Limits:
         """Without replay a hit's windows would be missing, so nothing is looked up or kept."""
         return self.prefix_cache and self.replay
 
-    def prefill_shape(self, requests: int, rows: int) -> tuple[int, int] | None:
-        """The smallest shape that holds so many requests of so many rows."""
-        fitting = [shape for shape in self.prefill if shape[0] >= requests and shape[1] >= rows]
-        return min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
-
-    def drafts_for(self, decoding: Items[Sequence]) -> int:
-        """Tokens to draft in a step of these requests."""
-        wanted = any(sequence.drafts(self.drafts) for sequence in decoding)
-        return self.drafts if wanted and len(decoding) <= self.max_drafting else 0
+    def drafts_for(self, decoding: Items[Items[Sequence]]) -> int:
+        """Tokens to draft in a step of these requests of each data rank."""
+        wanted = any(sequence.drafts(self.drafts) for mine in decoding for sequence in mine)
+        return self.drafts if wanted and max(map(len, decoding)) <= self.max_drafting else 0
 
     @property
     def step_pages(self) -> int:
@@ -60,10 +59,25 @@ class Chunk:
     def last(self) -> bool:
         return self.stop == self.sequence.length
 
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def data_rank(self) -> int:
+        return self.sequence.data_rank
+
+
+def most_on_a_rank(items: Iterable[Chunk | Sequence]) -> int:
+    """How many of them the data rank has that has most."""
+    return max(Counter(item.data_rank for item in items).values(), default=0)
+
 
 @dataclass
 class Plan:
-    """One step, in the order the engine carries it out. drafts: tokens drafted for ``decode``."""
+    """One step, in the order the engine carries it out: of a data rank, or of all of them. drafts:
+    tokens drafted for ``decode``.
+    """
 
     preempt: list[Sequence] = field(default_factory=list)
     resume: list[Sequence] = field(default_factory=list)
@@ -75,10 +89,22 @@ class Plan:
     def empty(self) -> bool:
         return not (self.preempt or self.resume or self.chunks or self.decode)
 
+    @property
+    def prefill(self) -> tuple[int, int]:
+        """Requests (of the data rank that has most) and rows that the chunks need a shape for."""
+        return most_on_a_rank(self.chunks), max((chunk.rows for chunk in self.chunks), default=0)
+
+    def add(self, other: "Plan") -> None:
+        """What another data rank does in the same step."""
+        self.preempt += other.preempt
+        self.resume += other.resume
+        self.chunks += other.chunks
+        self.decode += other.decode
+
 
 class Scheduler:
-    """Owns sequences, slots and pages. Urgent sequences go first; the least urgent one is preempted
-    when pages run out.
+    """Owns sequences, slots and pages of a data rank. Urgent sequences go first; the least urgent
+    one is preempted when pages run out.
 
     The most urgent running sequence makes way only if cached copies of its own prefix leave it no
     page; it comes back with them evicted, so every sequence makes progress.
@@ -92,20 +118,42 @@ class Scheduler:
         self._slots = list(reversed(range(limits.slots)))
 
     @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.running, *self.swapped, *self.waiting]
+
+    @property
+    def spare_slots(self) -> int:
+        """Slots that no sequence has or will get; below 0: sequences that must wait for one."""
+        return self.limits.slots - len(self.running) - len(self.swapped) - len(self.waiting)
+
+    @property
     def idle(self) -> bool:
         return not (self.waiting or self.swapped or self.running)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
-        self.waiting.sort(key=lambda s: s.rank)
+        self.waiting.sort(key=lambda s: s.urgency)
 
-    def plan(self) -> Plan:
-        """Decide the next step and take the slots and pages it needs."""
-        plan = Plan()
+    def ready(self) -> list[Sequence]:
+        """Who may decode in the next step, the most urgent first."""
+        decoding = [s for s in self.running if s.stage is Stage.DECODE]
+        ready = [s for s in decoding if not (s.all_dispatched or s.awaits_reader)]
+        return sorted(ready, key=lambda s: s.urgency)
+
+    def plan(self, drafts: int = 0, beside: tuple[int, int] = (0, 0)) -> Plan:
+        """Decide the next step and take the slots and pages it needs. drafts: tokens to draft.
+        beside: ``Plan.prefill`` of other ranks; one shape must hold their chunks and these.
+        """
+        plan = Plan(drafts=drafts)
         self._plan_decode(plan)
         self._resume(plan)
-        self._plan_prefill(plan)
+        self._plan_prefill(plan, beside)
         return plan
+
+    def first_row(self, sequence: Sequence) -> int:
+        """The prompt row with which a request would start now."""
+        _, hit = self._hit(sequence, self.cache.find)
+        return prefill_start(hit, self.limits.window)
 
     def release(self, sequence: Sequence) -> None:
         """Give back everything a sequence holds and forget it."""
@@ -135,10 +183,7 @@ class Scheduler:
             sequence.nodes.append(self.cache.insert(parent, piece, sequence.pages[index]))
 
     def _plan_decode(self, plan: Plan) -> None:
-        decoding = [s for s in self.running if s.stage is Stage.DECODE]
-        ready = [s for s in decoding if not (s.all_dispatched or s.awaits_reader)]
-        plan.drafts = self.limits.drafts_for(ready)
-        for sequence in sorted(ready, key=lambda s: s.rank):
+        for sequence in self.ready():
             if sequence.stage is not Stage.DECODE:  # it made way for an earlier one
                 continue
             if self._grow(plan, sequence, sequence.rows_after(sequence.drafts(plan.drafts))):
@@ -149,7 +194,7 @@ class Scheduler:
         out.
         """
         while self.swapped and self._slots and not plan.preempt:
-            sequence = min(self.swapped, key=lambda s: s.rank)
+            sequence = min(self.swapped, key=lambda s: s.urgency)
             kept = self._surviving_pages(sequence)
             missing = len(sequence.saved.pages) - len(kept)
             self.pool.share(kept)
@@ -166,28 +211,24 @@ class Scheduler:
             self.running.append(sequence)
             plan.resume.append(sequence)
 
-    def _plan_prefill(self, plan: Plan) -> None:
+    def _plan_prefill(self, plan: Plan, beside: tuple[int, int]) -> None:
         started = [
-            s for s in sorted(self.running, key=lambda s: s.rank) if s.stage is Stage.PREFILL
+            s for s in sorted(self.running, key=lambda s: s.urgency) if s.stage is Stage.PREFILL
         ]
         for sequence in started:
-            self._add_chunk(plan, sequence)
+            self._add_chunk(plan, beside, sequence)
         while self.waiting and self._slots and not self.swapped and not plan.preempt:
-            if not self._has_room(plan, 1):
+            if not self._widths(plan, beside):
                 return
             sequence = self.waiting[0]
             if not self._start(sequence):
                 return
-            self._add_chunk(plan, sequence)
+            self._add_chunk(plan, beside, sequence)
 
     def _start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence a slot, its hit and the pages of its prompt."""
-        matched: list[int] = []
         size, limits = self.limits.page_size, self.limits
-        if limits.uses_hits and sequence.request.prompt_logprobs is None:
-            matched = self.cache.match(sequence.prompt, (sequence.length - 1) // size)
-        hit = adopted_hit(len(matched) * size, limits.window)
-        nodes = matched[: hit // size]
+        nodes, hit = self._hit(sequence, self.cache.match)
         shared = [page for page in map(self.cache.page, nodes) if page is not None]
         self.pool.share(shared)
         missing = -(-sequence.length // size) - len(shared)
@@ -204,16 +245,27 @@ class Scheduler:
         self.running.append(sequence)
         return True
 
-    def _has_room(self, plan: Plan, rows: int) -> bool:
-        most = max([rows, *(chunk.stop - chunk.start for chunk in plan.chunks)])
-        return self.limits.prefill_shape(len(plan.chunks) + 1, most) is not None
+    def _hit(
+        self, sequence: Sequence, look_up: Callable[[np.ndarray, int], list[int]]
+    ) -> tuple[list[int], int]:
+        """Nodes and tokens of the cached prefix that a waiting sequence may adopt."""
+        matched: list[int] = []
+        size, limits = self.limits.page_size, self.limits
+        if limits.uses_hits and sequence.request.prompt_logprobs is None:
+            matched = look_up(sequence.prompt, (sequence.length - 1) // size)
+        hit = adopted_hit(len(matched) * size, limits.window)
+        return matched[: hit // size], hit
 
-    def _add_chunk(self, plan: Plan, sequence: Sequence) -> None:
-        """As many of the sequence's rows as a shape holds beside the chunks already planned."""
+    def _widths(self, plan: Plan, beside: tuple[int, int]) -> list[int]:
+        """Rows of the shapes that hold one more request beside the chunks already planned."""
+        planned, most = plan.prefill
+        requests, most = max(planned + 1, beside[0]), max(most, beside[1])
+        return [rows for count, rows in self.limits.prefill if count >= requests and rows >= most]
+
+    def _add_chunk(self, plan: Plan, beside: tuple[int, int], sequence: Sequence) -> None:
+        """As many of the sequence's rows as such a shape holds."""
         left = sequence.length - sequence.computed
-        most = max((chunk.stop - chunk.start for chunk in plan.chunks), default=0)
-        requests = len(plan.chunks) + 1
-        widths = [rows for count, rows in self.limits.prefill if count >= requests and rows >= most]
+        widths = self._widths(plan, beside)
         if widths and sequence.stage is Stage.PREFILL and sequence in self.running:
             stop = sequence.computed + min(left, max(widths))
             plan.chunks.append(Chunk(sequence, sequence.computed, stop))
@@ -224,7 +276,7 @@ class Scheduler:
             if self._make_room(1):
                 sequence.pages += self.pool.take(1)
                 continue
-            victim = max(self.running, key=lambda s: s.rank)
+            victim = max(self.running, key=lambda s: s.urgency)
             self._preempt(plan, victim)
             if victim is sequence:
                 return False

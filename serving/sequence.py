@@ -29,11 +29,12 @@ class Stage(Enum):
 class Sequence:
     """Everything the host knows of a request.
 
-    computed: prompt rows whose global entries are written or on their way. hit: cached prompt
-    tokens adopted. dispatched: tokens sampled so far, read or not; of a step with drafts that was
-    not read, only the one that is certain, and ``ahead`` counts the others. nodes: prefix-cache
-    nodes of its first pages. matcher: where it stands in its grammar, by the tokens read.
-    resume_to: stage before it was preempted; saved: the state taken from the device then.
+    data_rank: whose slots and pages it uses. computed: prompt rows whose global entries are written
+    or on their way, or that a waiting request expects to find. hit: cached prompt tokens adopted.
+    dispatched: tokens sampled so far, read or not; of a step with drafts that was not read, only
+    the one that is certain, and ``ahead`` counts the others. nodes: prefix-cache nodes of its first
+    pages. matcher: where it stands in its grammar, by the tokens read. resume_to: stage before it
+    was preempted; saved: the state taken from the device then.
     """
 
     request: Request
@@ -42,6 +43,7 @@ class Sequence:
     prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     stage: Stage = Stage.WAITING
     result: Result = field(default_factory=Result)
+    data_rank: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
@@ -64,7 +66,7 @@ class Sequence:
         return made
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def urgency(self) -> tuple[int, int]:
         """Sort key: lower numbers of ``priority`` first, then arrival."""
         return self.priority, self.arrival
 

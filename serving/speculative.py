@@ -14,18 +14,23 @@ _MAX_BATCH = 32
 class Speculation:
     """DSpark with ``length`` drafts a step. max_batch: requests of a decode step beyond which
     nothing is drafted. simulated: for benchmarks, tokens a step on average instead of those that
-    the model confirms; the text means nothing then. UserError for values out of range.
+    the model confirms; the text means nothing then. budget: drafts that a step verifies in all (of
+    a data rank), the likeliest by the draft's own confidence and at least one of each request; None
+    for all of them. UserError for values out of range.
     """
 
     length: int = BLOCK
     max_batch: int = _MAX_BATCH
     simulated: float | None = None
+    budget: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.length <= BLOCK:
             raise UserError(f"draft length {self.length} must be between 1 and {BLOCK}")
         if self.max_batch < 1:
             raise UserError(f"largest batch with drafts {self.max_batch} must be at least 1")
+        if self.budget is not None and self.budget < 1:
+            raise UserError(f"draft budget {self.budget} must be at least 1")
         if self.simulated is not None and not 1 <= self.simulated <= 1 + self.length:
             rule = f"must be between 1 and {1 + self.length}"
             raise UserError(f"simulated acceptance {self.simulated} {rule}")
@@ -39,13 +44,14 @@ class Speculation:
 @dataclass
 class Acceptance:
     """Totals. steps: verifications of a request that had drafts. by_position[i]: how often draft
-    i + 1 of a block was accepted.
+    i + 1 of a block was accepted, tried[i]: how often it was verified.
     """
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
     by_position: list[int] = field(default_factory=lambda: [0] * BLOCK)
+    tried: list[int] = field(default_factory=lambda: [0] * BLOCK)
 
     def add(self, drafted: int, accepted: int) -> None:
         """One request's step; without drafts it is none."""
@@ -55,6 +61,8 @@ class Acceptance:
             self.accepted += accepted
             for position in range(accepted):
                 self.by_position[position] += 1
+            for position in range(drafted):
+                self.tried[position] += 1
 
     @property
     def tokens_per_step(self) -> float:
@@ -76,6 +84,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="no drafts in larger decode steps",
     )
     parser.add_argument(
+        "--draft-budget",
+        type=int,
+        metavar="N",
+        help="verify N drafts a step, the likeliest (default: all)",
+    )
+    parser.add_argument(
         "--simulated-acceptance",
         type=float,
         metavar="X",
@@ -86,7 +100,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def speculation_of(arguments: argparse.Namespace) -> Speculation | None:
     """What the options ask for; UserError for values out of range."""
     made = Speculation(
-        arguments.draft_length, arguments.speculative_max_batch, arguments.simulated_acceptance
+        arguments.draft_length,
+        arguments.speculative_max_batch,
+        arguments.simulated_acceptance,
+        arguments.draft_budget,
     )
     if arguments.speculative is None and made != Speculation():
         raise UserError("options of speculation need --speculative dspark")

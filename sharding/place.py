@@ -78,6 +78,37 @@ class Placement:
             values,
         )
 
+    def put_part(self, values: Any, rank: int) -> Any:
+        """A pytree of host arrays [n, ...] as the data rank's part of ``BY_RANK`` arrays; the other
+        ranks hold zeros.
+        """
+        sharding = NamedSharding(self.mesh, BY_RANK)
+
+        def put(leaf: np.ndarray) -> jax.Array:
+            n, blank = len(leaf), np.zeros_like(leaf)
+            shape = self.division.ways("batch") * n, *leaf.shape[1:]
+            return jax.make_array_from_callback(
+                shape, sharding, lambda index: leaf if _start(index) == rank * n else blank
+            )
+
+        return jax.tree.map(put, values)
+
+
+def rank_part(values: Any, rank: int, ranks: int) -> Any:
+    """A data rank's part of ``BY_RANK`` arrays, each on one of its devices; if they are another
+    process's, a part of the same shape.
+    """
+
+    def part(leaf: jax.Array) -> jax.Array:
+        here, first = leaf.addressable_shards, leaf.shape[0] // ranks * rank
+        return next((s for s in here if _start(s.index) == first), here[0]).data
+
+    return jax.tree.map(part, values)
+
+
+def _start(index: tuple[slice, ...]) -> int:
+    return index[0].start or 0
+
 
 def place(name: str, cfg: Config, devices: Sequence | None = None) -> Placement:
     """The layout of that name for a model on the devices at hand. UserError, before anything is

@@ -1,5 +1,8 @@
 """Random weights made on the devices of a placement, for measuring: right in shape, encoding and
 magnitude, in no other way like a trained model.
+
+Numbers are hashes of an element's place, which XLA makes in the pass that stores them. On a GPU
+``jax.random`` first holds 16 bytes an element.
 """
 
 from collections.abc import Iterator
@@ -41,7 +44,7 @@ def random_model(cfg: Config, placement: Placement, *, numerics: Numerics) -> Mo
 
     def values() -> Iterator[tuple[str, Any]]:
         for path, parameter in text.items():
-            yield path, _value(parameter, placement)
+            yield path, random_value(parameter, placement)
 
     model = fill_model(
         values(), cfg, numerics=numerics, mtp=False, padded=placement.division.padded
@@ -51,7 +54,8 @@ def random_model(cfg: Config, placement: Placement, *, numerics: Numerics) -> Mo
     return model
 
 
-def _value(parameter: Parameter, placement: Placement) -> Any:
+def random_value(parameter: Parameter, placement: Placement) -> Any:
+    """The value of one parameter on the devices of a placement, seeded by its path."""
     local = placement.division.local_specs([parameter])
     spec = placement.spec(parameter.path)
     seed = np.uint32(crc32(parameter.path.encode()))
@@ -61,7 +65,7 @@ def _value(parameter: Parameter, placement: Placement) -> Any:
         scale = 0.1 if one_dim else shapes[0][-1] ** -0.5
         mean = 1.0 if one_dim and "norm" in parameter.path else 0.0
         dtype = "float32" if parameter.spec.dtype == "F32" else "bfloat16"
-        return _normal(placement, spec, shapes[0], dtype)(seed, mean, scale)
+        return _plain(placement, spec, shapes[0], dtype)(seed, mean, scale)
     fp4 = parameter.encoding is Fp4Rows
     columns = parameter.spec.shape[-1] * parameter.encoding.codes_per_item
     rms = _FP4_RMS if fp4 else _FP8_RMS
@@ -78,16 +82,32 @@ def _on_devices(placement: Placement, spec: PartitionSpec, function: Any) -> Any
     return jit(placement.over_ranks(function, REPLICATED, spec))
 
 
-def _key(seed: Array, spec: PartitionSpec) -> Array:
+def hashed(seed: Array, shape: tuple[int, ...]) -> Array:
+    """uint32 [shape]: the hash of each element's number and of the uint32 seed."""
+    number, stride = jnp.full(shape, seed, jnp.uint32), 1
+    for axis in reversed(range(len(shape))):
+        place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        number += place * np.uint32(stride & 0xFFFFFFFF)
+        stride *= shape[axis]
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 0x9E3779B1)):
+        number = (number ^ (number >> shift)) * np.uint32(factor)
+    return number ^ (number >> 15)
+
+
+def _seed(seed: Array, spec: PartitionSpec) -> Array:
     """Ranks that hold copies draw the same numbers."""
     split = [(axes,) if isinstance(axes, str) else axes for axes in spec if axes]
-    return jax.random.fold_in(jax.random.key(seed), rank_of(sum(split, ())))
+    rank = rank_of(sum(split, ()))
+    return hashed(seed + jnp.asarray(rank, jnp.uint32), (1,))[0]
 
 
 @lru_cache
-def _normal(placement: Placement, spec: PartitionSpec, shape: tuple[int, ...], dtype: str) -> Any:
+def _plain(placement: Placement, spec: PartitionSpec, shape: tuple[int, ...], dtype: str) -> Any:
+    """Uniform, of the mean and deviation asked for."""
+
     def make(seed: Array, mean: Array, scale: Array) -> Array:
-        return (mean + scale * jax.random.normal(_key(seed, spec), shape)).astype(dtype)
+        unit = hashed(_seed(seed, spec), shape).astype(jnp.float32) * 2.0**-31 - 1
+        return (mean + scale * 3**0.5 * unit).astype(dtype)
 
     return _on_devices(placement, spec, make)
 
@@ -95,7 +115,7 @@ def _normal(placement: Placement, spec: PartitionSpec, shape: tuple[int, ...], d
 @lru_cache
 def _codes(placement: Placement, spec: PartitionSpec, shape: tuple[int, ...], fp4: bool) -> Any:
     def make(seed: Array) -> Array:
-        bits = jax.random.bits(_key(seed, spec), shape, jnp.uint8)
+        bits = (hashed(_seed(seed, spec), shape) >> 24).astype(jnp.uint8)
         if fp4:
             return bits
         return jax.lax.bitcast_convert_type(bits & _FP8_MASK, jnp.float8_e4m3fn)

@@ -94,7 +94,7 @@ def step_parts(
     hardware that is unknown.
     """
     require_figures(hardware, division.layout)
-    model = _Roofline(cfg, division, weights, hardware, step)
+    model = Roofline(cfg, division, weights, hardware, step)
     parts: dict[str, float] = defaultdict(float)
     for layer in layer_plan(cfg):
         rows = _rows(cfg, division, step, layer.index)
@@ -152,7 +152,9 @@ def _rows(cfg: Config, division: Division, step: Step, layer: int) -> Rows:
 
 
 @dataclass(frozen=True)
-class _Roofline:
+class Roofline:
+    """The least time of a step's parts on a machine, in microseconds."""
+
     cfg: Config
     division: Division
     weights: Weights
@@ -164,6 +166,7 @@ class _Roofline:
         return self.division.layout
 
     def layer(self, layer: LayerPlan, rows: Rows) -> dict[str, float]:
+        """The parts of one layer."""
         parts = {
             "dense": self._product(layer.index, "dense", rows.local),
             "experts": self._experts(layer.index, rows),
@@ -188,11 +191,11 @@ class _Roofline:
             edges = self._all_reduce(rows.local) + self._collective(0, self.layout.tensor)
         return {"head": self._product(_ROOT, "head", scored), "edge_collectives": edges}
 
-    def _us(
+    def op_us(
         self, weights: float = 0, cache: float = 0, rows: float = 0,
         flops: float = 0, tflops: float = 1,
     ) -> float:  # fmt: skip
-        """The longer of memory time (bytes of each kind) and matrix time."""
+        """Microseconds of an op: the longer of memory time (bytes of each kind) and matrix time."""
         machine = self.hardware
         read = weights / machine["weights_factor"] + cache / machine["cache_factor"]
         read += rows / machine["rows_factor"]
@@ -200,7 +203,7 @@ class _Roofline:
 
     def _product(self, layer: int, group: str, rows: int) -> float:
         held = self.weights.get((layer, group), Totals(0, 0, 0))
-        return self._us(
+        return self.op_us(
             held.nbytes, flops=2 * rows * held.parameters, tflops=self.hardware.weights_tflops
         )
 
@@ -212,7 +215,7 @@ class _Roofline:
         seen = rows.total if self.layout.experts_over_data else rows.local
         touched = busiest_experts(cfg.n_routed_experts, ranks, cfg.num_experts_per_tok, seen)
         picks = seen * cfg.num_experts_per_tok / ranks
-        return self._us(
+        return self.op_us(
             touched * routed.nbytes / held + shared.nbytes,
             flops=2 * (picks * routed.parameters / held + rows.local * shared.parameters),
             tflops=self.hardware.weights_tflops,
@@ -222,7 +225,7 @@ class _Roofline:
         held = self.weights[layer, "gate"]
         moved = rows.local * (self.cfg.hidden_size * BF16_BYTES + 4 * self.cfg.n_routed_experts)
         flops = 2 * rows.local * held.parameters
-        return self._us(held.nbytes, rows=moved, flops=flops, tflops=self.hardware["bf16_tflops"])
+        return self.op_us(held.nbytes, rows=moved, flops=flops, tflops=self.hardware["bf16_tflops"])
 
     def _split(self, rows: Rows) -> float:
         """Rows of one rank where prefill splits them over the tensor group."""
@@ -231,7 +234,7 @@ class _Roofline:
     def _streams(self, layer: int, rows: Rows) -> float:
         """Two sites, each of which reads and writes the streams, one layer input and one output."""
         width = 2 * (self.cfg.hc_width + self.cfg.hidden_size) * BF16_BYTES
-        return self._us(self.weights[layer, "mhc"].nbytes, rows=2 * self._split(rows) * width)
+        return self.op_us(self.weights[layer, "mhc"].nbytes, rows=2 * self._split(rows) * width)
 
     def _attention(self, layer: LayerPlan, rows: Rows) -> float:
         cfg = self.cfg
@@ -243,7 +246,7 @@ class _Roofline:
         window_row = cfg.head_dim + cfg.head_dim // 32
         cache = rows.local * (picked * latent + window * window_row)
         share = rows.local / self.layout.tensor
-        return self._us(
+        return self.op_us(
             # The gathered rows of neighbouring prompt tokens overlap, and come from the L2 cache.
             cache=0 if self.step.phase == "prefill" else cache,
             rows=share * 2 * cfg.attention_width * BF16_BYTES,
@@ -260,7 +263,7 @@ class _Roofline:
         key = cfg.index_head_dim // 2 + cfg.index_head_dim // 32
         shared = self.step.index_split or self.step.phase == "prefill"
         ways = self.layout.tensor if shared else 1
-        return self._us(
+        return self.op_us(
             cache=rows.requests * cap * key / ways,
             flops=rows.local * keys * 2 * cfg.index_n_heads * cfg.index_head_dim / ways,
             tflops=self.hardware["fp8_tflops"],
@@ -269,7 +272,7 @@ class _Roofline:
     def _engram(self, layer: int, rows: Rows) -> float:
         row = self.cfg.engram_head_dim + self.cfg.engram_head_dim // 32
         gathered = rows.total * self.cfg.engram_columns * row / self.layout.devices
-        return self._us(gathered) + self._product(layer, "engram", rows.local)
+        return self.op_us(gathered) + self._product(layer, "engram", rows.local)
 
     def _layer_collectives(self, rows: Rows) -> float:
         """All-reduces after attention and experts; dispatch and combine of rows over ranks."""

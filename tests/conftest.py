@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Two workers with a thread pool each on two cores slow NumPy down several times.
@@ -21,6 +22,11 @@ GOLDENS = ROOT / "tests" / "goldens"
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
 jax.config.update("jax_compilation_cache_max_size", 1_000_000_000)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+# Folders whose tests share compiled programs; the order of all, others behind them.
+SHARING = "serving", "serving/engine", "serving/speculative", "serving/server", "dsv41_jax"
+ORDER = *SHARING, "sharding"
 
 
 @cache
@@ -47,7 +53,36 @@ def tiny_dir() -> Path:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever reads the golden arrays is a golden test."""
+    """The largest groups come first; whatever reads the golden arrays is a golden test."""
+    items.sort(key=lambda item: [*ORDER, _folder(item.nodeid)].index(_folder(item.nodeid)))
     for item in items:
         if "goldens" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.golden)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadfile`` keeps folders that share compiled programs together, too: two workers
+    would compile them at the same time.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path, _, test = nodeid.partition("::")
+            if path.endswith("test_on_devices.py"):  # each of them is a process of its own
+                return test
+            return _folder(nodeid) if _folder(nodeid) in SHARING else path
+
+    return Groups(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Compiled programs are let go with the folder whose tests share them."""
+    folder = _folder(item.nodeid)
+    if nextitem is not None and folder in SHARING and folder != _folder(nextitem.nodeid):
+        jax.clear_caches()
+
+
+def _folder(nodeid: str) -> str:
+    return nodeid.partition("::")[0].rpartition("/")[0].removeprefix("tests/")

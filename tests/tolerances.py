@@ -43,6 +43,8 @@ ONE_PASS_REL_RMS = 2e-3
 # [G] quant mode: what a third implementation reached teacher-forced, rounded down
 E2E_DECODE_COSINE_MEAN = 0.985
 
-# [M] quant mode, "prefill vs token-by-token decode": logits differ by up to 1.3, their gap by twice
-# as much; plain and speculative decoding run in different buckets
-SPECULATIVE_TIE = 2.6
+# Gaps of the two best tokens where a text first differs from plain decoding, which runs in another
+# bucket: 200 texts of the golden checkpoint had a widest of 1.50 and 0.56 at 95 %, beside a median
+# of 0.54 over all tokens. [M] quant mode, "prefill vs token-by-token decode": logits differ by up
+# to 1.3, their gap by twice as much.
+SPECULATIVE_TIE, SPECULATIVE_TIE_95 = 2.0, 0.75

@@ -12,8 +12,8 @@ from dsv41_jax.score import default_numerics
 from pallas_kernels.numerics import MODES
 from serving.bench.table import report
 from serving.engine import Engine
-from serving.executor import EngineOptions
-from serving.generate import load, prefill_shapes
+from serving.generate import LAYOUT_HELP, load, prefill_shapes
+from serving.options import EngineOptions
 from serving.request import Request, check_request
 from serving.speculative import add_options, speculation_of
 
@@ -26,6 +26,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--numerics", choices=tuple(MODES))
+    parser.add_argument("--layout", default="tp1", metavar="NAME", help=LAYOUT_HELP)
     add_options(parser)
     parser.add_argument("--json", metavar="FILE", help="also write {'rows': [...]}")
     parser.set_defaults(run=run)
@@ -38,20 +39,26 @@ def run(arguments: argparse.Namespace) -> None:
     speculation = speculation_of(arguments)
     began = time.perf_counter()
     numerics = default_numerics(arguments.numerics)
-    loaded = load(arguments.checkpoint, numerics, speculation=speculation is not None)
+    loaded = load(
+        arguments.checkpoint,
+        numerics,
+        layout=arguments.layout,
+        speculation=speculation is not None,
+    )
     load_s = time.perf_counter() - began
     requests = _requests(arguments, loaded.model.cfg.vocab_size)
     for request in requests:
         check_request(request, loaded.model.cfg)
     rows, executables = [], {}
     total = arguments.prompt_tokens + arguments.new_tokens
+    of_rank = -(-arguments.requests // loaded.data_ranks)
     for replay in (True, False):
         options = EngineOptions(
-            slots=arguments.requests,
-            pages=arguments.requests * -(-total // 64),
+            slots=of_rank,
+            pages=of_rank * -(-total // 64),
             max_tokens=total,
-            prefill=prefill_shapes([arguments.prompt_tokens], 512, arguments.requests),
-            decode=(arguments.requests,),
+            prefill=prefill_shapes([arguments.prompt_tokens], 512, of_rank),
+            decode=(of_rank,),
             replay=replay,
             prefix_cache=False,
             logprobs=0,
@@ -59,13 +66,20 @@ def run(arguments: argparse.Namespace) -> None:
             speculation=speculation,
         )
         began = time.perf_counter()
-        engine = Engine(loaded.model, loaded.ops, options, executables=executables)
+        engine = Engine(
+            loaded.model,
+            loaded.ops,
+            options,
+            executables=executables,
+            placement=loaded.placement,
+        )
         engine.warm_up(progress=progress_line)
         compile_s = time.perf_counter() - began
         timed = [engine.run(requests)[0].result for _ in range(arguments.repeats)]
         tpot = float(np.median([result.tpot_ms for result in timed]))
         rows.append(
             {
+                "layout": arguments.layout,
                 "replay": replay,
                 "requests": arguments.requests,
                 "prompt_tokens": arguments.prompt_tokens,

@@ -12,9 +12,9 @@ from dsv41_jax.score import default_numerics
 from pallas_kernels.dispatch import KINDS
 from pallas_kernels.numerics import MODES
 from serving.engine import Engine
-from serving.executor import EngineOptions
-from serving.generate import load
+from serving.generate import LAYOUT_HELP, load
 from serving.grammars import Grammars
+from serving.options import EngineOptions
 from serving.server.app import create_app
 from serving.server.chat import chat_format
 from serving.server.limits import ServerOptions
@@ -47,7 +47,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--numerics", choices=tuple(MODES), help="default: reference on a CPU, serving on a GPU"
     )
     parser.add_argument("--kernels", choices=KINDS, default="auto")
-    parser.add_argument("--layout", default="tp1", metavar="NAME")
+    parser.add_argument("--layout", default="tp1", metavar="NAME", help=LAYOUT_HELP)
     parser.add_argument(
         "--chat-format",
         choices=("auto", "v41", "plain"),
@@ -59,8 +59,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--page-size", type=int, default=64, metavar="N", help="tokens, even")
-    parser.add_argument("--pages", type=int, metavar="N", help="default: room for every slot")
-    parser.add_argument("--max-running", type=int, default=8, metavar="N", help="slots")
+    parser.add_argument(
+        "--pages", type=int, metavar="N", help="of a data rank; default: room for every slot"
+    )
+    parser.add_argument(
+        "--max-running", type=int, default=8, metavar="N", help="slots of a data rank"
+    )
     parser.add_argument("--chunk", type=int, default=512, metavar="N", help="rows a dispatch")
     parser.add_argument(
         "--max-model-len",

@@ -105,7 +105,8 @@ class Server:
         self.tokenizer: Tokenizer = engine.tokenizer
         self.texts = TokenTexts(self.tokenizer)
         self.gate = Gate(options.api_key)
-        self.metrics = Metrics(options.names[0], engine.options.speculation)
+        ranks = len(engine.ranks)
+        self.metrics = Metrics(options.names[0], engine.options.speculation, ranks)
         self.worker = Worker(engine, self.metrics, max_queue=options.max_queue)
         pool = engine.options.pages * engine.options.page_size
         limits = engine.options.max_tokens, engine.cfg.max_position_embeddings, pool

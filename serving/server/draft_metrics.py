@@ -18,11 +18,18 @@ class DraftMetrics:
             "drafted": counter(f"{prefix}_draft_tokens", "Draft tokens verified"),
             "accepted": counter(f"{prefix}_accepted_tokens", "Draft tokens accepted"),
         }
-        name = f"{prefix}_accepted_tokens_per_pos"
-        by_position = counter(name, "Accepted draft tokens by position", "position")
-        self._by_position = [
-            by_position.labels(model_name, str(i)) for i in range(speculation.length)
-        ]
+        positions = {
+            "by_position": (
+                f"{prefix}_accepted_tokens_per_pos",
+                "Accepted draft tokens by position",
+            ),
+            "tried": ("dsv41_draft_tokens_per_pos", "Draft tokens verified by position"),
+        }
+        self._by_position = {}
+        for field, (name, text) in positions.items():
+            made = counter(name, text, "position")
+            places = range(speculation.length)
+            self._by_position[field] = [made.labels(model_name, str(i)) for i in places]
         self._totals = {name: made.labels(model_name) for name, made in self._totals.items()}
         if speculation.simulated is not None:
             text = "Tokens a step that are taken whatever the model says"
@@ -34,6 +41,7 @@ class DraftMetrics:
         """Bring the counters up to newer totals."""
         for name, total in self._totals.items():
             total.inc(getattr(seen, name) - getattr(self._shown, name))
-        for position, total in enumerate(self._by_position):
-            total.inc(seen.by_position[position] - self._shown.by_position[position])
+        for name, totals in self._by_position.items():
+            for position, total in enumerate(totals):
+                total.inc(getattr(seen, name)[position] - getattr(self._shown, name)[position])
         self._shown = seen

@@ -3,16 +3,19 @@
 import time
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from serving.engine import Engine
+from serving.scheduler import Scheduler
 from serving.server.draft_metrics import DraftMetrics
 from serving.speculative import Acceptance, Speculation
 
 if TYPE_CHECKING:
     from serving.server.worker import Choice
+
+Metric = TypeVar("Metric", Gauge, Counter)
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _TTFT_S += (20, 40, 80, 160, 640, 2560)
@@ -23,35 +26,47 @@ _REQUEST_S += (480, 960, 1920, 7680)
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """The engine between two steps. kv_usage: share of the pages that running requests hold.
-    acceptance: a copy of its totals.
-    """
+class RankSnapshot:
+    """A data rank. kv_usage: share of its pages that running requests hold."""
 
     running: int
     waiting: int
     kv_usage: float
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The engine between two steps. acceptance: a copy of its totals."""
+
+    ranks: tuple[RankSnapshot, ...]
     compiles: int
     acceptance: Acceptance
 
 
 def snapshot(engine: Engine) -> Snapshot:
     """To be called on the engine's thread."""
-    scheduler = engine.scheduler
-    held = {page for sequence in scheduler.running for page in sequence.pages}
     return Snapshot(
-        running=len(scheduler.running),
-        waiting=len(scheduler.waiting) + len(scheduler.swapped),
-        kv_usage=len(held) / engine.pool.pages,
+        ranks=tuple(map(_of_rank, engine.ranks)),
         compiles=engine.compiles.count,
         acceptance=deepcopy(engine.acceptance),
     )
 
 
-class Metrics:
-    """One registry a server; of the event loop's thread alone."""
+def _of_rank(rank: Scheduler) -> RankSnapshot:
+    held = {page for sequence in rank.running for page in sequence.pages}
+    return RankSnapshot(
+        running=len(rank.running),
+        waiting=len(rank.waiting) + len(rank.swapped),
+        kv_usage=len(held) / rank.pool.pages,
+    )
 
-    def __init__(self, model_name: str, speculation: Speculation | None = None):
+
+class Metrics:
+    """One registry a server; of the event loop's thread alone. Label ``engine`` is the data
+    rank.
+    """
+
+    def __init__(self, model_name: str, speculation: Speculation | None = None, ranks: int = 1):
         self.registry = CollectorRegistry()
         name = {"model_name": model_name}
 
@@ -61,6 +76,10 @@ class Metrics:
         def gauge(metric: str, text: str) -> Gauge:
             return _labelled(Gauge(metric, text, tuple(name), registry=self.registry), name)
 
+        def of_ranks(kind: type[Metric], metric: str, text: str) -> list[Metric]:
+            made = kind(metric, text, (*name, "engine"), registry=self.registry)
+            return [made.labels(model_name, str(rank)) for rank in range(ranks)]
+
         def histogram(metric: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             made = Histogram(metric, text, tuple(name), registry=self.registry, buckets=buckets)
             return _labelled(made, name)
@@ -68,11 +87,11 @@ class Metrics:
         self._ttft = histogram("vllm:time_to_first_token_seconds", "To the first token", _TTFT_S)
         self._gap = histogram("vllm:inter_token_latency_seconds", "Between two tokens", _GAP_S)
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Whole requests", _REQUEST_S)
-        self._running = gauge("vllm:num_requests_running", "Requests in a slot")
-        self._waiting = gauge("vllm:num_requests_waiting", "Requests without a slot")
-        self._usage = gauge("vllm:kv_cache_usage_perc", "Share of pages in use, 1 is all")
-        self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up")
-        self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache")
+        self._running = of_ranks(Gauge, "vllm:num_requests_running", "Requests in a slot")
+        self._waiting = of_ranks(Gauge, "vllm:num_requests_waiting", "Requests without a slot")
+        self._usage = of_ranks(Gauge, "vllm:kv_cache_usage_perc", "Share of pages in use, 1 is all")
+        self._queries = of_ranks(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up")
+        self._hits = of_ranks(Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the cache")
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of requests that started")
         self._generated = counter("vllm:generation_tokens", "Tokens generated")
         self._compiles = gauge("dsv41_compiles_after_warmup", "Programs compiled while serving")
@@ -94,8 +113,8 @@ class Metrics:
             length = len(choice.request.prompt)
             self._ttft.observe(now - choice.added_at)
             self._prompt.inc(length)
-            self._queries.inc(length)
-            self._hits.inc(choice.cached_tokens)
+            self._queries[choice.data_rank].inc(length)
+            self._hits[choice.data_rank].inc(choice.cached_tokens)
         choice.last_token_at = now
 
     def finished(self, choice: "Choice", reason: str) -> None:
@@ -103,9 +122,10 @@ class Metrics:
         self._e2e.observe(time.perf_counter() - choice.added_at)
 
     def show(self, state: Snapshot) -> None:
-        self._running.set(state.running)
-        self._waiting.set(state.waiting)
-        self._usage.set(state.kv_usage)
+        for number, rank in enumerate(state.ranks):
+            self._running[number].set(rank.running)
+            self._waiting[number].set(rank.waiting)
+            self._usage[number].set(rank.kv_usage)
         self._compiles.set(state.compiles)
         if self._drafts is not None:
             self._drafts.show(state.acceptance)

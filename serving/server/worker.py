@@ -38,6 +38,10 @@ class Choice:
     def cached_tokens(self) -> int:
         return self.sequence.result.cached_tokens if self.sequence else 0
 
+    @property
+    def data_rank(self) -> int:
+        return self.sequence.data_rank if self.sequence else 0
+
 
 @dataclass(eq=False)
 class Job:
@@ -82,7 +86,7 @@ class Worker:
 
     def __init__(self, engine: Engine, metrics: Metrics, *, max_queue: int):
         self.engine, self.metrics = engine, metrics
-        self.capacity = engine.options.slots + max_queue
+        self.capacity = len(engine.ranks) * engine.options.slots + max_queue
         self.failure: str | None = None
         self._open: set[Choice] = set()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -1,7 +1,7 @@
 """The golden tiny model, compiled once a process, and the rows that feed it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -50,15 +50,18 @@ class Tiny:
         self.graph, self.state = nnx.split(self.model)
 
     def cache(self) -> Cache:
-        return new_cache(self.cfg, self.numerics, SHAPE, drafts=True)
+        """An empty cache, committed to its device as results are: one program takes both."""
+        empty = new_cache(self.cfg, self.numerics, SHAPE, drafts=True)
+        return jax.device_put(empty, jax.devices()[0])
 
     def poisoned(self) -> Cache:
         """A cache whose rows are all unwritten: NaN in every float, 0xFF in every packed byte."""
         empty = self.cache()
-        rows = jax.tree.map(poison, (empty.pools, empty.windows, empty.pairs, empty.drafts))
-        tags = [ring.tags for ring in jax.tree.leaves(rows[1:], is_leaf=_is_ring) if _is_ring(ring)]
+        names = "pools", "windows", "pairs", "drafts"
+        rows = {name: jax.tree.map(poison, getattr(empty, name)) for name in names}
+        tags = [ring.tags for ring in jax.tree.leaves(rows, is_leaf=_is_ring) if _is_ring(ring)]
         assert all(bool((tag == -1).all()) for tag in tags)
-        return Cache(*rows, empty.history, empty.last_token, empty.carry)
+        return replace(empty, **rows)
 
     @cached_property
     def _forward(self) -> Any:

@@ -5,7 +5,7 @@ import pytest
 
 from dsv41_jax.errors import UserError
 from serving.engine import Engine
-from serving.executor import EngineOptions
+from serving.options import EngineOptions
 from serving.request import Request
 from tests.serving.support import (
     PAGE,
@@ -63,7 +63,7 @@ def idle(runner):
     before = engine.compiles.count
     yield runner
     engine.check()
-    assert engine.pool.free == engine.pool.pages == PLACES * LONGEST // PAGE
+    assert engine.ranks[0].pool.free == engine.ranks[0].pool.pages == PLACES * LONGEST // PAGE
     assert engine.compiles.count == before
 
 
@@ -208,7 +208,7 @@ def test_pages_come_back_when_the_reader_fails(idle, tokens):
 
 def test_capacity_and_array_extent_are_one_number(runner):
     engine = runner.engine
-    assert engine.pool.pages == engine.options.pages
+    assert engine.ranks[0].pool.pages == engine.options.pages
     for owner, pool in engine.executor.cache.pools.items():
         ratio = engine.cfg.compress_ratios[owner]
-        assert pool.latents.values.shape[:2] == (engine.pool.pages, PAGE // ratio)
+        assert pool.latents.values.shape[:2] == (engine.ranks[0].pool.pages, PAGE // ratio)

@@ -1,6 +1,8 @@
 """``python -m serving.generate``: what it prints."""
 
 import json
+from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 from dsv41_jax.config import Config
 from dsv41_jax.tokenizer import Tokenizer
+from serving.engine import Engine
 from serving.generate import _report, main
 from serving.output import TextOutput
 from serving.request import Request, Result
@@ -29,9 +32,23 @@ STATS = {
 }
 
 
+@pytest.fixture(scope="module")
+def executables():
+    """What was compiled, by the options that shapes depend on."""
+    return defaultdict(dict)
+
+
 @pytest.fixture
-def run(capsys, tiny_dir):
-    """The command on the tiny checkpoint: standard output and standard error."""
+def run(capsys, tiny_dir, monkeypatch, executables):
+    """The command on the tiny checkpoint: standard output and standard error. Runs of the same
+    shapes share what they compile.
+    """
+
+    def engine(model, ops, options, tokenizer, **placed):
+        shapes = replace(options, replay=True, max_tokens=options.pages * options.page_size)
+        return Engine(model, ops, options, tokenizer, executables[shapes], **placed)
+
+    monkeypatch.setattr("serving.generate.Engine", engine)
 
     def run(*arguments, checkpoint=tiny_dir):
         always = ["--checkpoint", str(checkpoint), "--numerics", "float32", "--logprobs", "2"]

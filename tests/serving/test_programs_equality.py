@@ -25,7 +25,7 @@ from tests.serving.support import (
     with_tokens,
 )
 
-NUMERICS = ["float32", "reference"]
+NUMERICS = ["float32", pytest.param("reference", marks=pytest.mark.slow)]
 STEPS = 3
 SCATTERED = [17, 3, 44, 0, 29, 8, 31, 12]
 

@@ -24,10 +24,16 @@ from tests.serving.support import (
 HLO_TYPES = {"float32": "f32", "int32": "s32", "bfloat16": "bf16", "uint8": "u8"}
 COPY = re.compile(r" = \(?(\w+\[[\d,]*\])[^=(\n]* (?:copy|copy-start)\(")
 IDS = [f"{name}-{b.rows}x{b.steps}" for name, b in EVERY_PROGRAM]
-NUMERICS_PROGRAMS = [("float32", p) for p in EVERY_PROGRAM] + [
-    ("reference", p) for p in (("encode", bucket(16)), REPLAY, DECODE)
+NUMERICS_PROGRAMS = [
+    *(
+        pytest.param("float32", p, id=f"float32-{i}")
+        for p, i in zip(EVERY_PROGRAM, IDS, strict=True)
+    ),
+    *(
+        pytest.param("reference", p, id=f"reference-{p[0]}", marks=pytest.mark.slow)
+        for p in (("encode", bucket(16)), REPLAY, DECODE)
+    ),
 ]
-NUMERICS_IDS = [f"{n}-{p[0]}-{p[1].rows}x{p[1].steps}" for n, p in NUMERICS_PROGRAMS]
 
 
 def inputs(bench, program: tuple) -> tuple:
@@ -54,7 +60,7 @@ def test_the_pattern_finds_copies():
     assert COPY.findall(text) == ["s32[6,32]", "f32[2,3]"]
 
 
-@pytest.mark.parametrize(("numerics", "program"), NUMERICS_PROGRAMS, ids=NUMERICS_IDS)
+@pytest.mark.parametrize(("numerics", "program"), NUMERICS_PROGRAMS)
 def test_nothing_copies_a_cache_array(benches, numerics, program):
     bench = benches(numerics)
     shapes = cache_shapes(jax.eval_shape(bench.new_cache))
@@ -62,7 +68,7 @@ def test_nothing_copies_a_cache_array(benches, numerics, program):
     assert sorted({f"{shape} {shapes[shape]}" for shape in copied if shape in shapes}) == []
 
 
-@pytest.mark.parametrize(("numerics", "program"), NUMERICS_PROGRAMS, ids=NUMERICS_IDS)
+@pytest.mark.parametrize(("numerics", "program"), NUMERICS_PROGRAMS)
 def test_the_whole_cache_is_aliased(benches, numerics, program):
     bench = benches(numerics)
     cache = jax.eval_shape(bench.new_cache)

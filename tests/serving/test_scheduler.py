@@ -10,8 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from serving.buckets import prefill_shape
 from serving.pages import PagePool
 from serving.prefix_cache import PrefixCache
+from serving.ranks import plan_step
 from serving.request import Request, TokenLogprobs
 from serving.scheduler import Limits, Plan, Scheduler
 from serving.sequence import Sequence, Stage
@@ -58,7 +60,11 @@ class Simulation:
         return self.scheduler.idle and self.pending is None
 
     def step(self) -> Plan:
-        plan = self.scheduler.plan()
+        plan = plan_step([self.scheduler])
+        self.take(plan)
+        return plan
+
+    def take(self, plan: Plan) -> None:
         self.check_plan(plan)
         assert not plan.empty or self.pending or self.scheduler.idle, "a step without progress"
         dispatched = None
@@ -70,7 +76,6 @@ class Simulation:
             dispatched, self.pending = self.pending, dispatched
         self.read(dispatched)
         self.scheduler.check()
-        return plan
 
     def check_plan(self, plan: Plan) -> None:
         busy = [*(chunk.sequence for chunk in plan.chunks), *plan.decode]
@@ -80,11 +85,10 @@ class Simulation:
         structured = [s for s in plan.decode if s.matcher]
         assert all(s.dispatched == len(s.result.token_ids) for s in structured)
         if plan.chunks:
-            rows = [chunk.stop - chunk.start for chunk in plan.chunks]
-            assert min(rows) > 0
-            assert self.limits.prefill_shape(len(rows), max(rows))
+            assert min(chunk.rows for chunk in plan.chunks) > 0
+            assert prefill_shape(self.limits.prefill, *plan.prefill)
         if plan.preempt:
-            urgent = min([*self.scheduler.running, *plan.preempt], key=lambda s: s.rank)
+            urgent = min([*self.scheduler.running, *plan.preempt], key=lambda s: s.urgency)
             # Copies of its own prefix stay in the cache above the pages that it holds.
             assert urgent not in plan.preempt or len(self.cache)
 
@@ -307,10 +311,11 @@ def test_chunks_share_a_dispatch_as_wide_as_the_widest():
     sim.add(ones(2), 2), sim.add([0] * 7, 2)
     chunks = [(chunk.start, chunk.stop) for chunk in sim.step().chunks]
     assert chunks == [(0, 2), (0, 2)]
-    assert sim.limits.prefill_shape(2, 2) == (2, 2)
-    assert sim.limits.prefill_shape(1, 2) == (2, 2)
-    assert sim.limits.prefill_shape(1, 3) == (1, 6)
-    assert sim.limits.prefill_shape(2, 3) is None
+    shapes = sim.limits.prefill
+    assert prefill_shape(shapes, 2, 2) == (2, 2)
+    assert prefill_shape(shapes, 1, 2) == (2, 2)
+    assert prefill_shape(shapes, 1, 3) == (1, 6)
+    assert prefill_shape(shapes, 2, 3) is None
     sim.finish()
 
 

@@ -38,10 +38,10 @@ def moved(cache, slot, pages, to_slot, to_pages):
     width = 5
 
     def row(numbers):
-        return np.array([*numbers, *[-1] * (width - len(numbers))], np.int32)
+        return np.array([[*numbers, *[-1] * (width - len(numbers))]], np.int32)
 
-    saved = jax.tree.map(np.asarray, take_state(cache, np.int32(slot), row(pages)))
-    return put_state(cache, np.int32(to_slot), row(to_pages), saved)
+    saved = jax.tree.map(np.asarray, take_state(cache, np.array([slot]), row(pages)))
+    return put_state(cache, np.array([to_slot]), row(to_pages), saved)
 
 
 def test_state_comes_back_in_another_slot_and_other_pages(filled):
@@ -66,6 +66,12 @@ def test_without_pages_only_private_rows_move(filled):
         np.testing.assert_array_equal(new, old)
 
 
+def test_nobody_moves(filled):
+    after = moved(filled, -1, [], -1, [])
+    for old, new in zip(bits(filled), bits(after), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
 def test_private_is_everything_but_the_pools(filled):
     whole, pools = len(jax.tree.leaves(filled)), len(jax.tree.leaves(filled.pools))
     assert len(jax.tree.leaves(private(filled))) == whole - pools
@@ -75,7 +81,7 @@ def test_private_is_everything_but_the_pools(filled):
 
 def test_counts_of_one_slot(filled):
     counts = np.arange(filled.counts.shape[1], dtype=np.int32)
-    after = set_counts(filled, np.int32(1), counts)
+    after = set_counts(filled, np.array([1, -1]), np.stack([counts, counts + 1]))
     np.testing.assert_array_equal(after.counts[1], counts)
     np.testing.assert_array_equal(after.counts[0], filled.counts[0])
     np.testing.assert_array_equal(after.counts[2], filled.counts[2])

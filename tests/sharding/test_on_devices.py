@@ -2,19 +2,21 @@
 they need processes of their own.
 """
 
+import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.conftest import ROOT
 
 FOLDER = Path(__file__).parent / "devices"
 CHECKS = sorted(path.name for path in FOLDER.glob("check_*.py"))
-SLOW = {"check_wide.py"}
+SLOW = {"check_data_ranks.py", "check_wide.py"}
 
 
 def start(devices: int, *arguments: str) -> subprocess.Popen:
@@ -42,6 +44,12 @@ def run_checks(check: str, marker: str, devices: int = 8) -> None:
     assert " passed" in output_of(start(devices, "pytest", *options, str(FOLDER / check)))
 
 
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
 @pytest.mark.parametrize("check", sorted(set(CHECKS) - SLOW))
 def test_on_eight_devices(check):
     run_checks(check, "not slow")
@@ -63,10 +71,23 @@ def test_wide_expert_parallelism():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp8", "dep8"])
 def test_two_processes_of_four_devices(name):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     module = "tests.sharding.devices.one_process"
     processes = [start(4, module, name, str(i), "2", port) for i in range(2)]
     for i, process in enumerate(processes):
         assert f"process {i} compared" in output_of(process)
+
+
+@pytest.mark.slow
+def test_one_command_in_two_processes():
+    """Rank 1 of dep8 lies in the other process; both read what the request's rank samples."""
+    with np.load(ROOT / "tests" / "goldens" / "replay_fp32.npz") as file:
+        prompt, want = file["p5.input_ids"].tolist(), file["p5.decoder.tokens"].tolist()
+    command = ["serving.generate", "--checkpoint", "tests/goldens/tiny_ckpt", "--json"]
+    command += ["--layout", "dep8", "--numerics", "float32", "--ignore-eos", "--page-size", "16"]
+    command += ["--token-ids", ",".join(map(str, prompt)), "--max-new-tokens", str(len(want))]
+    command += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process-id"]
+    processes = [start(4, *command, str(i)) for i in range(2)]
+    report, other = (output_of(process) for process in processes)
+    assert json.loads(report.splitlines()[-1])["token_ids"] == want
+    assert '"token_ids"' not in other

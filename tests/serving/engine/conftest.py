@@ -22,9 +22,9 @@ def shared_engine(engines) -> Engine:
 @pytest.fixture
 def engine(shared_engine):
     """The shared engine, empty; whatever a test does, nothing is left in it."""
-    shared_engine.prefix_cache.clear()
+    shared_engine.ranks[0].cache.clear()
     yield shared_engine
-    vars(shared_engine.scheduler).pop("plan", None)
+    vars(shared_engine.ranks[0]).pop("plan", None)
     assert_nothing_leaks(shared_engine)
 
 

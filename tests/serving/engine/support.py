@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 
 from dsv41_jax.cache import Cache
 from serving.engine import Engine, Event
-from serving.executor import EngineOptions
+from serving.options import EngineOptions
 from serving.pages import PagePool
 from serving.prefix_cache import PrefixCache
 from serving.request import Request, Result
@@ -57,12 +58,11 @@ class Engines:
         engine = Engine(*made, grammars=self.grammars)
         engine.executor.programs.executables = self._executables
         engine.warm_up()
-        limits = engine.scheduler.limits
+        limits = engine.ranks[0].limits
         if chunk is not None:
             limits = replace(limits, prefill=((SLOTS if chunk <= 16 else 1, chunk),))
-        engine.pool = PagePool(pool or OPTIONS.pages)
-        engine.prefix_cache = PrefixCache(engine.pool, PAGE)
-        engine.scheduler = Scheduler(limits, engine.pool, engine.prefix_cache)
+        pages = PagePool(pool or OPTIONS.pages)
+        engine.ranks[0] = Scheduler(limits, pages, PrefixCache(pages, PAGE))
         return engine
 
 
@@ -99,9 +99,9 @@ def run(engine: Engine, requests: Sequence[Request], *, apart: int = 0) -> list[
 
 def solo(engine: Engine, request: Request) -> Result:
     """The request alone and cold."""
-    engine.prefix_cache.clear()
+    engine.ranks[0].cache.clear()
     [sequence] = run(engine, [request])
-    engine.prefix_cache.clear()
+    engine.ranks[0].cache.clear()
     return sequence.result
 
 
@@ -140,10 +140,11 @@ def assert_oracle(
 def assert_nothing_leaks(engine: Engine) -> None:
     """Idle, no page held but by the cache, none at all once that is cleared."""
     assert engine.idle
-    assert engine.pool.pages - engine.pool.free == len(engine.prefix_cache)
-    engine.prefix_cache.clear()
-    engine.check()
-    assert engine.pool.free == engine.pool.pages and len(engine.prefix_cache) == 0
+    for rank in engine.ranks:
+        assert rank.pool.pages - rank.pool.free == len(rank.cache)
+        rank.cache.clear()
+        rank.check()
+        assert rank.pool.free == rank.pool.pages and len(rank.cache) == 0
 
 
 @dataclass
@@ -157,24 +158,24 @@ class Log:
         return [s.resume_to for plan in self.plans for s in plan.preempt]
 
 
-def recorded(engine: Engine, plan: Callable[[Scheduler], Plan] = Scheduler.plan) -> Log:
-    """Keep the plans of an engine from now on; ``plan`` makes them."""
+def recorded(engine: Engine, plan: Callable[..., Plan] = Scheduler.plan) -> Log:
+    """Keep the plans of an engine's first rank from now on; ``plan`` makes them."""
     log = Log([])
 
-    def keep(scheduler: Scheduler) -> Plan:
-        log.plans.append(plan(scheduler))
+    def keep(scheduler: Scheduler, *given: Any, **named: Any) -> Plan:
+        log.plans.append(plan(scheduler, *given, **named))
         return log.plans[-1]
 
-    engine.scheduler.plan = MethodType(keep, engine.scheduler)
+    engine.ranks[0].plan = MethodType(keep, engine.ranks[0])
     return log
 
 
-def everyone_makes_way(when: Callable[[Scheduler], bool]) -> Callable[[Scheduler], Plan]:
+def everyone_makes_way(when: Callable[[Scheduler], bool]) -> Callable[..., Plan]:
     """Plans that, when told, do nothing but preempt all that runs."""
 
-    def plan(scheduler: Scheduler) -> Plan:
+    def plan(scheduler: Scheduler, *given: Any, **named: Any) -> Plan:
         if not scheduler.running or not when(scheduler):
-            return Scheduler.plan(scheduler)
+            return Scheduler.plan(scheduler, *given, **named)
         made = Plan()
         for sequence in list(scheduler.running):
             scheduler._preempt(made, sequence)
@@ -203,7 +204,8 @@ def between_chunks() -> Callable[[Scheduler], bool]:
 
 
 def free_pages(engine: Engine) -> list[int]:
-    return [page for page in range(engine.pool.pages) if not engine.pool.holders(page)]
+    pool = engine.ranks[0].pool
+    return [page for page in range(pool.pages) if not pool.holders(page)]
 
 
 def poison(engine: Engine, pages: Sequence[int], slots: Sequence[int]) -> None:

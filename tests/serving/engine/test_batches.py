@@ -45,7 +45,7 @@ def alone(shared_engine):
 
 def test_solo_runs_equal_the_oracle(engine, oracle):
     for request in requests():
-        engine.prefix_cache.clear()
+        engine.ranks[0].cache.clear()
         [sequence] = run(engine, [request])
         assert sequence.result.cached_tokens == 0
         assert_oracle(oracle, sequence)

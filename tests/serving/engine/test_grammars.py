@@ -137,7 +137,7 @@ def test_the_mask_is_that_of_the_grammar(engine, oracle, grammars):
 
 def test_log_probabilities_are_those_of_the_logits_without_the_grammar(engine, grammars):
     base = prompt(6, 30)
-    engine.prefix_cache.clear()
+    engine.ranks[0].cache.clear()
     requests = [ask(base, 1), ask(base, 1, grammar=grammars.choice(["zebra"]))]
     free, bound = (sequence.result for sequence in run(engine, requests))
     assert bound.logprobs[0].top == free.logprobs[0].top

@@ -30,7 +30,7 @@ from tests.tolerances import REPLAY_LOGITS_ABS
 
 def warm(engine, tokens, hit: int, new: int = 6):
     """The sequence of a prompt whose first ``hit`` tokens, whole pages, a cold request cached."""
-    engine.prefix_cache.clear()
+    engine.ranks[0].cache.clear()
     run(engine, [ask(tokens[: hit + 1], 1)])
     [sequence] = run(engine, [ask(tokens, new)])
     return sequence
@@ -115,7 +115,7 @@ def test_a_stop_token_is_part_of_what_is_cached(engine):
     first = first[: 32 - (at + 1)] if at < 26 else first
     [turn] = run(engine, [ask(first, 30)])
     stop = turn.result.token_ids[at]
-    engine.prefix_cache.clear()
+    engine.ranks[0].cache.clear()
     [turn] = run(engine, [ask(first, 30, stop_ids=(stop,))])
     known = [*first, *turn.result.token_ids]
     [following] = run(engine, [ask([*known, 5, 6], 1)])
@@ -162,11 +162,11 @@ def test_the_batch_around_a_warm_turn_changes_nothing(engine):
     asked = [ask([*base[:64], *prompt(n, n)], 8) for n in (17, 18, 33, 36)]
     alone = []
     for request in asked:
-        engine.prefix_cache.clear()
+        engine.ranks[0].cache.clear()
         run(engine, [ask(base, 1)])
         alone.append(run(engine, [request])[0].result)
         assert alone[-1].cached_tokens == 64
-    engine.prefix_cache.clear()
+    engine.ranks[0].cache.clear()
     run(engine, [ask(base, 1)])
     recorded(engine, everyone_makes_way(each(4)))
     together = run(engine, [*asked, *(ask(prompt(70 + i, 20), 5) for i in range(3))])
@@ -178,14 +178,14 @@ def test_the_batch_around_a_warm_turn_changes_nothing(engine):
 def test_shared_pages_stay_bit_identical(engine):
     base = prompt(12, 64)
     [first] = run(engine, [ask([*base, 9], 1)])
-    pages = [engine.prefix_cache.page(node) for node in first.nodes]
+    pages = [engine.ranks[0].cache.page(node) for node in first.nodes]
     before = page_bits(engine, pages)
     assert len(pages) == 4
     recorded(engine, everyone_makes_way(each(5)))
     branches = [ask([*base, *prompt(80 + i, 3 + 6 * i)], 10) for i in range(5)]
     for sequence in run(engine, branches, apart=2):
         assert sequence.result.cached_tokens == 64
-    assert [engine.prefix_cache.page(node) for node in first.nodes] == pages
+    assert [engine.ranks[0].cache.page(node) for node in first.nodes] == pages
     assert page_bits(engine, pages) == before
 
 
@@ -220,4 +220,5 @@ def test_without_a_prefix_cache_nothing_is_kept(engines, oracle):
     for sequence in run(engine, [ask(prompt(18, 70), 4)] * 3):
         assert sequence.result.cached_tokens == 0
         assert_oracle(oracle, sequence)
-    assert len(engine.prefix_cache) == 0 and engine.pool.free == engine.pool.pages
+    [rank] = engine.ranks
+    assert len(rank.cache) == 0 and rank.pool.free == rank.pool.pages

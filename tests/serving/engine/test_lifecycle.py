@@ -65,11 +65,12 @@ STAGES = {
 def test_abort_frees_everything_and_touches_nobody(engine, oracle, stage, busy):
     neighbours = [engine.add(ask(prompt(2 + i, 20 + i), 9)) for i in range(3 if busy else 0)]
     abort_when(engine, ask(LONG, 8), STAGES[stage])
-    assert engine.pool.pages - engine.pool.free == len(engine.prefix_cache)
+    [rank] = engine.ranks
+    assert rank.pool.pages - rank.pool.free == len(rank.cache)
     for sequence in neighbours:
         assert_oracle(oracle, sequence)
-    engine.prefix_cache.clear()
-    assert engine.pool.free == engine.pool.pages
+    rank.cache.clear()
+    assert rank.pool.free == rank.pool.pages
     [later] = run(engine, [ask(LONG, 8)])
     assert_oracle(oracle, later)
 
@@ -167,7 +168,7 @@ def test_poisoned_free_slots_and_pages_change_nothing(engine):
     requests = [ask(prompt(40 + i, n), 8) for i, n in enumerate((1, 15, 17, 40, 90))]
     want = [solo(engine, request) for request in requests]
     for _ in range(2):
-        engine.prefix_cache.clear()
+        engine.ranks[0].cache.clear()
         poison(engine, free_pages(engine), range(SLOTS))
         for sequence, result in zip(run(engine, requests, apart=1), want, strict=True):
             assert np.isfinite([token.logprob for token in sequence.result.logprobs]).all()

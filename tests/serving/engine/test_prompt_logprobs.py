@@ -24,7 +24,7 @@ from tests.tolerances import FP32_LOGITS_ABS
 def scoring(engines):
     engine = engines.make(prompt_logprobs=True, prefill=((1, 64),))
     yield engine
-    vars(engine.scheduler).pop("plan", None)
+    vars(engine.ranks[0]).pop("plan", None)
     assert_nothing_leaks(engine)
 
 
@@ -43,6 +43,7 @@ def scored(tokens, new: int = 3, **options):
     return ask(tokens, new, prompt_logprobs=4, **options)
 
 
+@pytest.mark.slow  # both are held against the oracle or the goldens by default, too
 def test_scores_are_those_of_the_scoring_command(scoring, engines):
     tokens = prompt(1, 100)
     [sequence] = run(scoring, [scored(tokens)])
@@ -52,7 +53,7 @@ def test_scores_are_those_of_the_scoring_command(scoring, engines):
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 64, 65, 100])
 def test_scores_and_tokens_equal_the_oracle(scoring, oracle, length):
-    scoring.prefix_cache.clear()
+    scoring.ranks[0].cache.clear()
     [sequence] = run(scoring, [scored(prompt(2, length))])
     assert_oracle(oracle, sequence, replay=False)
     assert_scores(sequence, oracle.logits(sequence.request.prompt, 1, replay=False))
@@ -61,7 +62,7 @@ def test_scores_and_tokens_equal_the_oracle(scoring, oracle, length):
 
 def test_a_scored_request_with_a_grammar(scoring, oracle, grammars):
     """Its first token comes from the program that scores."""
-    scoring.prefix_cache.clear()
+    scoring.ranks[0].cache.clear()
     bound = scored(prompt(2, 65), 8, grammar=grammars.choice(["mauve", "red"]))
     sequences = run(scoring, [bound, scored(prompt(3, 30))])
     assert sequences[0].output.text in ("mauve", "red")
@@ -85,7 +86,7 @@ def test_scored_and_other_requests_in_one_preempting_batch(scoring, oracle):
 
 
 def test_what_a_scored_request_wrote_is_hit_and_it_adopts_nothing(scoring, oracle):
-    scoring.prefix_cache.clear()
+    scoring.ranks[0].cache.clear()
     base = prompt(6, 70)
     [first, again] = (run(scoring, [scored(base)])[0] for _ in range(2))
     assert again.result.cached_tokens == 0
@@ -98,6 +99,6 @@ def test_what_a_scored_request_wrote_is_hit_and_it_adopts_nothing(scoring, oracl
 def test_penalties_count_no_token_of_a_chunk_before_the_last(scoring, oracle):
     """A prompt of two chunks: what the first chunk would have sampled is nobody's output."""
     request = scored(prompt(7, 100), 8, frequency_penalty=-2.0, presence_penalty=-2.0)
-    scoring.prefix_cache.clear()
+    scoring.ranks[0].cache.clear()
     [sequence] = run(scoring, [request])
     assert_ruled(oracle, sequence, penalties(request), replay=False)

@@ -73,7 +73,7 @@ def test_penalties_do_not_stay_in_a_slot(engine):
     plain = [ask(request.prompt, 6) for request in PENALISED]
     want = [solo(engine, request) for request in plain]
     run(engine, PENALISED)
-    engine.prefix_cache.clear()
+    engine.ranks[0].cache.clear()
     for sequence, result in zip(run(engine, plain), want, strict=True):
         assert_same(sequence.result, result)
 
@@ -105,7 +105,7 @@ def test_bias_equals_the_oracle(engine, oracle):
 
 def test_log_probabilities_are_those_of_the_logits_without_rules(engine):
     base = prompt(6, 30)
-    engine.prefix_cache.clear()
+    engine.ranks[0].cache.clear()
     free, forced = (
         r.result for r in run(engine, [ask(base, 1), ask(base, 1, logit_bias=((9, 100.0),))])
     )
@@ -124,7 +124,7 @@ def test_stop_ids_and_the_minimum_before_them(engine):
         ask(base, 12, stop_ids=(stop,), min_tokens=3),
         ask(base, 12, stop_ids=(stop,), min_tokens=12),
     ]
-    engine.prefix_cache.clear()
+    engine.ranks[0].cache.clear()
     kept, early, later, never = (sequence.result for sequence in run(engine, requests))
     assert kept.token_ids == early.token_ids == free.token_ids[:3]
     assert kept.finish_reason == early.finish_reason == "stop"
@@ -141,7 +141,7 @@ def test_stop_strings_cut_the_text(engine):
     # Two characters across the border of two tokens, if the text has such a place.
     start = next(i for i in range(4, len(text) - 2) if text.find(text[i : i + 2]) == i)
     stop = text[start : start + 2]
-    engine.prefix_cache.clear()
+    engine.ranks[0].cache.clear()
     [sequence, other] = run(engine, [ask(base, 12, stop=("zz~", stop)), ask(base, 12)])
     assert sequence.output.text == text[:start] and sequence.output.stopped == stop
     assert sequence.result.finish_reason == "stop"

@@ -7,8 +7,8 @@ import pytest
 from dsv41_jax.config import Config
 from dsv41_jax.tokenizer import Tokenizer
 from serving.engine import Engine
-from serving.executor import EngineOptions
 from serving.grammars import Grammars
+from serving.options import EngineOptions
 from serving.server.app import create_app
 from serving.server.chat import chat_format
 from tests.serving.server.support import NAME, OPTIONS, Served, scripted_engine, v41_tokenizer_json

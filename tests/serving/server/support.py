@@ -71,14 +71,14 @@ class Served:
         return asyncio.run_coroutine_threadsafe(call, self.server._loop).result(10)
 
     def metrics(self) -> dict[str, float]:
-        """Values by name, labels left out but for the reason of an end."""
-        values = {}
+        """Values by name, labels left out but for the reason of an end; summed over data ranks."""
+        values: dict[str, float] = {}
         for line in self.get("/metrics").text.splitlines():
             if not line.startswith("#"):
                 name, value = line.rsplit(" ", 1)
                 reason = name.partition('finished_reason="')[2].partition('"')[0]
                 name = name.partition("{")[0] + (f":{reason}" if reason else "")
-                values[name] = float(value)
+                values[name] = values.get(name, 0) + float(value)
         return values
 
 
@@ -92,15 +92,15 @@ def wait_for(done: Callable[[], Any], timeout_s: float = 10.0) -> None:
 def idle_pages(engine: Engine) -> int:
     """Pages that are free once the prefix cache lets go of its own; checks the invariants."""
     engine.check()
-    engine.prefix_cache.clear()
-    return engine.pool.free
+    engine.ranks[0].cache.clear()
+    return engine.ranks[0].pool.free
 
 
 @dataclass
 class FakeExecutor:
     """In place of the device: the tokens that ``script`` gives for a request, then EOS.
 
-    step_s: how long a step takes. fail: raise in the next step.
+    step_s: how long a step takes. fail: raise in the next step. ranks: data ranks.
     """
 
     model: Any
@@ -110,6 +110,7 @@ class FakeExecutor:
     script: Script = field(default=lambda request: [])
     step_s: float = 0.0
     fail: bool = False
+    ranks: int = 1
 
     def run(self, plan: Any) -> InFlight:
         time.sleep(self.step_s)

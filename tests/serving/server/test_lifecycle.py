@@ -37,12 +37,12 @@ def test_disconnect_frees_pages_within_a_step(scripted, stream):
             writer.write(head.encode() + body)
             await writer.drain()
             await asyncio.to_thread(
-                wait_for, lambda: served.on_engine(lambda e: len(e.scheduler.running)) == 2
+                wait_for, lambda: served.on_engine(lambda e: len(e.ranks[0].running)) == 2
             )
             writer.close()
 
         asyncio.run(start_and_leave())
-        wait_for(lambda: served.on_engine(lambda e: e.scheduler.idle), 2)
+        wait_for(lambda: served.on_engine(lambda e: e.ranks[0].idle), 2)
         assert served.on_engine(idle_pages) == 2048
         assert served.metrics()["vllm:request_success_total:abort"] == 2
         assert served.app.state.gate.active == 0
@@ -56,7 +56,7 @@ def test_aborts_of_queued_requests(scripted):
                 served.post("/v1/completions", LONG, timeout=0.3 + 0.05 * index)
 
         list(threads.map(leave_early, range(8)))
-        wait_for(lambda: served.on_engine(lambda e: e.scheduler.idle), 2)
+        wait_for(lambda: served.on_engine(lambda e: e.ranks[0].idle), 2)
         assert served.on_engine(idle_pages) == 2048
         assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 3}).status_code == 200
 
@@ -67,7 +67,7 @@ def test_engine_failure_fails_every_request_and_health(scripted):
         client = served.client()
         streamed = client.completions.create(model="tiny", prompt=[3], max_tokens=2000, stream=True)
         next(iter(streamed))
-        wait_for(lambda: served.on_engine(lambda e: len(e.scheduler.running)) == 2)
+        wait_for(lambda: served.on_engine(lambda e: len(e.ranks[0].running)) == 2)
         served.engine.executor.fail = True
         answer = whole.result(10)
         assert answer.status_code == 500
@@ -136,7 +136,7 @@ def test_sigterm_of_a_process_under_load(tiny_dir):
             answers = [threads.submit(ask, index) for index in range(12)]
             # All have arrived: four run, eight wait.
             deadline = time.monotonic() + 10
-            while 'num_requests_waiting{model_name="tiny"} 8.0' not in _metrics(url):
+            while 'num_requests_waiting{engine="0",model_name="tiny"} 8.0' not in _metrics(url):
                 assert time.monotonic() < deadline
             process.send_signal(signal.SIGTERM)
             for answer in answers:

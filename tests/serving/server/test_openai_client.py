@@ -209,7 +209,7 @@ def test_closing_a_stream_frees_its_pages(client, tiny):
     )
     next(iter(stream))
     stream.close()
-    wait_for(lambda: tiny.on_engine(lambda e: e.scheduler.idle))
+    wait_for(lambda: tiny.on_engine(lambda e: e.ranks[0].idle))
     assert tiny.on_engine(idle_pages) == 48
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from dsv41_jax.cache import Cache
 from serving.buckets import Bucket, DecodeBatch
 from serving.engine import Engine
-from serving.executor import EngineOptions
 from serving.forwards_speculative import Proposals
+from serving.options import EngineOptions
 from serving.pages import PagePool
 from serving.prefix_cache import PrefixCache
 from serving.request import Request
@@ -50,12 +50,11 @@ class Speculating:
         made = self.model, self.ops, replace(OPTIONS, **options), self.tokenizer
         engine = Engine(*made, self.executables, self.grammars)
         engine.warm_up()
-        limits = engine.scheduler.limits
+        limits = engine.ranks[0].limits
         if max_batch is None:
             limits = replace(limits, drafts=0)
-        engine.pool = PagePool(pool)
-        engine.prefix_cache = PrefixCache(engine.pool, PAGE)
-        engine.scheduler = Scheduler(limits, engine.pool, engine.prefix_cache)
+        pages = PagePool(pool)
+        engine.ranks[0] = Scheduler(limits, pages, PrefixCache(pages, PAGE))
         return engine
 
 
@@ -94,7 +93,7 @@ class Drafter:
         return ids
 
     def _by_slot(self) -> dict[int, Running]:
-        return {sequence.slot: sequence for sequence in self._engine.scheduler.running}
+        return {sequence.slot: sequence for sequence in self._engine.ranks[0].running}
 
 
 def right_for_a_while(texts: dict[Request, Sequence[int]], seed: int) -> Propose:

@@ -16,7 +16,7 @@ from serving.request import Result
 from serving.server.__main__ import _parser as server_parser
 from serving.server.__main__ import engine_options
 from serving.speculative import Acceptance, Speculation, add_options, speculation_of
-from tests.dsv41_jax.test_checkpoint_read import drop
+from tests.dsv41_jax.test_checkpoint_read import drop, edit
 
 ASK = ["--token-ids", "1,2,3", "--numerics", "float32"]
 
@@ -33,6 +33,7 @@ def test_options():
     values = ["--draft-length", "3", "--speculative-max-batch", "4"]
     simulated = ["--simulated-acceptance", "2.5"]
     assert parsed("--speculative", "dspark", *values, *simulated) == Speculation(3, 4, 2.5)
+    assert parsed("--speculative", "dspark", "--draft-budget", "9") == Speculation(budget=9)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,8 @@ def test_options():
         (["--speculative", "dspark", "--simulated-acceptance", "7"], ["7.0", "between 1 and 6"]),
         (["--simulated-acceptance", "3.51"], ["need --speculative dspark"]),
         (["--draft-length", "4"], ["need --speculative dspark"]),
+        (["--draft-budget", "4"], ["need --speculative dspark"]),
+        (["--speculative", "dspark", "--draft-budget", "0"], ["draft budget 0", "at least 1"]),
         (["--speculative", "eagle"], ["'eagle'", "dspark"]),
     ],
 )
@@ -74,6 +77,19 @@ def refused(capsys, folder) -> str:
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: ")
     return captured.err
+
+
+def test_absent_stages_are_named(capsys, copy):
+    """What is said of them without speculation: test_checkpoint_read.py."""
+
+    def cut(tensors):
+        for name in [name for name in tensors if name.startswith("mtp.")]:
+            del tensors[name]
+
+    for shard in (1, 2, 3):
+        edit(copy, shard, cut)
+    error = refused(capsys, copy)
+    assert ": 169 problems" in error and "mtp.0.attn.wq_a.weight: is missing" in error
 
 
 def test_a_missing_stage_tensor_is_named(capsys, copy, caplog):

@@ -18,7 +18,7 @@ PLACES = range(2 * (1 + LENGTH))
 @pytest.fixture(scope="module")
 def answer(plain):
     [sequence] = run(plain, [BASE])
-    plain.prefix_cache.clear()
+    plain.ranks[0].cache.clear()
     return sequence.result.token_ids
 
 
@@ -41,7 +41,7 @@ def assert_ends_alike(engine, plain, answer, requests) -> None:
     for mine, theirs in zip(got, want, strict=True):
         assert_same(mine.result, theirs.result)
         assert mine.output.text == theirs.output.text
-    plain.prefix_cache.clear()
+    plain.ranks[0].cache.clear()
     assert engine.acceptance.accepted > 0
 
 
@@ -105,6 +105,7 @@ def test_totals():
     for drafted, accepted in ((5, 5), (5, 0), (0, 0), (3, 2)):
         seen.add(drafted, accepted)
     assert (seen.steps, seen.drafted, seen.accepted) == (3, 13, 7)
+    assert seen.tried == [3, 3, 3, 2, 2]
     assert seen.by_position == [2, 2, 1, 1, 1] and seen.tokens_per_step == pytest.approx(10 / 3)
     assert Acceptance().tokens_per_step == 1
 

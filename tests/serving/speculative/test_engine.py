@@ -51,9 +51,9 @@ def sampled_requests() -> list[Request]:
 
 def texts_of(plain, wanted) -> dict:
     """The answers of plain decoding."""
-    plain.prefix_cache.clear()
+    plain.ranks[0].cache.clear()
     sequences = run(plain, wanted)
-    plain.prefix_cache.clear()
+    plain.ranks[0].cache.clear()
     return {sequence.request: sequence.result for sequence in sequences}
 
 
@@ -205,7 +205,7 @@ def test_larger_batches_are_not_drafted_for(speculating, want):
 def test_poisoned_free_slots_and_pages_change_nothing(engine, want):
     Drafter(engine, right_for_a_while(tokens_of(want), 11))
     for _ in range(2):
-        engine.prefix_cache.clear()
+        engine.ranks[0].cache.clear()
         poison(engine, free_pages(engine), range(SLOTS))
         assert_answers(run(engine, requests()[:8], apart=1), want)
 
@@ -241,13 +241,13 @@ def test_generated_pages_are_cached_as_plain_decoding_writes_them(engine, plain,
     Drafter(engine, right_for_a_while(texts, 13))
     run(engine, [first])
     turn = ask([*first.prompt, *texts[first][:40], 9, 8], 6)
-    plain.prefix_cache.clear()
+    plain.ranks[0].cache.clear()
     run(plain, [first])
     [cold] = run(plain, [turn])
     [warm] = run(engine, [turn])
     assert warm.result.cached_tokens == cold.result.cached_tokens == 96
     assert_same(warm.result, cold.result)
-    plain.prefix_cache.clear()
+    plain.ranks[0].cache.clear()
 
 
 def test_aborts_at_every_step(engine, want):

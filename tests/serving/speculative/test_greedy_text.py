@@ -13,7 +13,7 @@ from serving.request import Request
 from serving.speculative import Speculation
 from sharding.build import build_ops
 from tests.serving.speculative.support import OPTIONS, Drafter, Propose, right_for_a_while
-from tests.tolerances import SPECULATIVE_TIE
+from tests.tolerances import SPECULATIVE_TIE, SPECULATIVE_TIE_95
 
 pytestmark = pytest.mark.slow
 
@@ -104,6 +104,7 @@ def test_reference_texts(longer):
     assert none.tokens_per_step < 1.01 and many.tokens_per_step > 2
     assert gaps_of(single, blocks) == []
     gaps = gaps_of(answers(model, ops, plain=True)[0], blocks)
-    widest = max(gaps, default=0)
-    print(f"\n{len(gaps)} of {PROMPTS} texts differ from plain decoding, widest gap {widest}")
-    assert widest < SPECULATIVE_TIE
+    middle, most, widest = np.quantile(gaps or [0], (0.5, 0.95, 1))
+    print(f"\n{len(gaps)} of {PROMPTS} texts differ from plain decoding: top-2 gaps", end=" ")
+    print(f"{middle:.3f} median, {most:.3f} at 95 %, {widest:.3f} widest")
+    assert widest < SPECULATIVE_TIE and most < SPECULATIVE_TIE_95

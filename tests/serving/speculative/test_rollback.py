@@ -142,7 +142,7 @@ def test_every_two_blocks(steps, plain):
         run(steps, plain, np.array(some).T)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=SLOW)])
 def test_twenty_random_blocks(steps, plain, seed):
     patterns = np.random.default_rng(seed).integers(0, LENGTH + 1, (20, SLOTS))
     patterns = np.where(patterns.cumsum(0) + np.arange(1, 21)[:, None] > STEPS - 6, 0, patterns)

@@ -118,6 +118,7 @@ def test_drafts_depend_on_the_batch_and_on_who_wants_them(decoding, drafts):
     limits = Limits(8, SIZE, 3, ((1, 6),), drafts=DRAFTS, max_drafting=3)
     wanted = [Sequence.of(Request((1,), 4), i) for i in range(decoding)]
     refused = [Sequence.of(Request((1,), 4, speculative=False), i) for i in range(decoding)]
-    assert limits.drafts_for(wanted) == drafts
-    assert limits.drafts_for(refused) == 0
-    assert limits.drafts_for([*wanted[:1], *refused[1:]]) == drafts
+    assert limits.drafts_for([wanted]) == drafts
+    assert limits.drafts_for([refused]) == 0
+    assert limits.drafts_for([[*wanted[:1], *refused[1:]]]) == drafts
+    assert limits.drafts_for([[], refused[:1], wanted]) == drafts

@@ -20,7 +20,7 @@ BODY |= {"ignore_eos": True, "return_token_ids": True}
 @pytest.fixture(scope="module")
 def answer(plain):
     [sequence] = run(plain, [ask(PROMPT, NEW)])
-    plain.prefix_cache.clear()
+    plain.ranks[0].cache.clear()
     return sequence.result.token_ids
 
 

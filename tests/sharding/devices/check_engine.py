@@ -1,4 +1,4 @@
-"""The engine on tensor layouts: tokens of the goldens, preemption included."""
+"""The engine on layouts: tokens of the goldens, preemption and prefix hits included."""
 
 import threading
 from dataclasses import replace
@@ -10,8 +10,9 @@ import pytest
 from dsv41_jax.errors import UserError
 from pallas_kernels.numerics import FLOAT32
 from serving.engine import Engine
-from serving.executor import EngineOptions
 from serving.generate import load
+from serving.options import EngineOptions
+from serving.programs import Programs
 from serving.request import Request
 from serving.speculative import Speculation
 from sharding.watchdog import StuckStep
@@ -35,13 +36,15 @@ OPTIONS = EngineOptions(
 )
 
 
-def golden_requests():
+def golden_requests(names=PROMPTS):
+    """Requests and their tokens; "p96.hit80" has its first 80 prompt tokens from the cache."""
     requests, tokens = [], []
     with np.load(GOLDENS / "replay_fp32.npz") as file:
-        for name in PROMPTS:
-            want = file[f"{name}.decoder.tokens"].tolist()
-            prompt = tuple(file[f"{name}.input_ids"].tolist())
-            requests.append(Request(prompt=prompt, max_new_tokens=len(want), stop_ids=()))
+        for name in names:
+            prompt, _, hit = name.partition(".")
+            want = file[f"{prompt}.{hit or 'decoder'}.tokens"].tolist()
+            ids = tuple(file[f"{prompt}.input_ids"].tolist())
+            requests.append(Request(prompt=ids, max_new_tokens=len(want), stop_ids=()))
             tokens.append(want)
     return requests, tokens
 
@@ -53,24 +56,102 @@ def engine_on(name, options=OPTIONS):
     return engine
 
 
-@pytest.mark.parametrize("name", ["tp2", pytest.param("tp8", marks=pytest.mark.slow)])
-def test_golden_tokens(name, monkeypatch):
-    engine = engine_on(name)
-    requests, tokens = golden_requests()
-    moved = []
-    restore = engine.executor._restore
-    monkeypatch.setattr(
-        engine.executor, "_restore", lambda sequence: (moved.append(sequence), restore(sequence))
-    )
-    done = engine.run(requests)
-    assert [sequence.result.token_ids for sequence in done] == tokens
-    assert moved, "no request was preempted: the pool is too large for this test"
-    assert engine.compiles.count == 0
+class Watched:
+    """What an engine ran: rows that decode by data rank of each decode step, restored requests."""
+
+    def __init__(self, engine, monkeypatch):
+        self.engine, self.decoding, self.restored = engine, [], []
+        restore, call = engine.executor._restore, Programs.__call__
+
+        def watch(programs, name, bucket, cache, *inputs):
+            if name == "decode":
+                active = inputs[0].active.reshape(programs.ranks, bucket.requests)
+                self.decoding.append(tuple(active.sum(1).tolist()))
+            return call(programs, name, bucket, cache, *inputs)
+
+        monkeypatch.setattr(Programs, "__call__", watch)
+        monkeypatch.setattr(
+            engine.executor, "_restore", lambda s: (self.restored.append(s), restore(s))
+        )
+
+
+def assert_tokens(sequences, tokens):
+    assert [sequence.result.token_ids for sequence in sequences] == tokens
+
+
+def drained(engine):
+    while not engine.idle:
+        engine.step()
+        engine.check()
+
+
+def cached_bytes(engine, rank):
+    """What each array of the cache holds on the devices of a data rank, which must agree."""
+    found = []
     for array in jax.tree.leaves(engine.executor.cache):
-        parts = [np.asarray(shard.data).tobytes() for shard in array.addressable_shards]
-        assert len(parts) == engine.executor.programs.placement.mesh.size
-        assert len(set(parts)) == 1, "ranks differ in what they cached"
+        first = array.shape[0] // len(engine.ranks) * rank
+        mine = [s for s in array.addressable_shards if (s.index[0].start or 0) == first]
+        assert len(mine) == engine.executor.programs.placement.division.layout.tensor
+        parts = {np.asarray(shard.data).tobytes() for shard in mine}
+        assert len(parts) == 1, "tensor ranks differ in what they cached"
+        found.append(parts.pop())
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["tp2xdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dep2", "dep4"))]
+)
+def test_data_ranks(name, monkeypatch):
+    """Ranks with some, one and no requests; pages run out on one of them."""
+    engine = engine_on(name, replace(OPTIONS, pages=9, prefix_cache=True))
+    watched = Watched(engine, monkeypatch)
+    count = len(engine.ranks)
+    names = ["p37", "p5", *["p96"] * (count - 1), "p96", "p5"]
+    requests, tokens = golden_requests(names)
+    sequences = [engine.add(request) for request in requests]
+    assert {sequence.data_rank for sequence in sequences} == set(range(count))
+    drained(engine)
+    assert_tokens(sequences, tokens)
+    assert watched.restored, "no request was preempted: the pools are too large for this test"
+    kinds = {min(rows, 2) for step in watched.decoding for rows in step}
+    assert kinds == {0, 1, 2}
+    _assert_a_hit_beside_a_decoding_rank(engine)
+    assert engine.compiles.count == 0
     _assert_a_stuck_step_is_named(engine, requests[0], monkeypatch)
+
+
+def _assert_a_hit_beside_a_decoding_rank(engine):
+    """Its last window is encoded again and replayed; ranks without requests keep every byte."""
+    requests, tokens = golden_requests(["p5", "p96.hit80"])
+    first = engine.add(requests[0])
+    while not first.result.token_ids:
+        engine.step()
+    second = engine.add(requests[1])
+    busy = {first.data_rank, second.data_rank}
+    assert len(busy) == 2 and second.result.cached_tokens == 0
+    others = {rank: cached_bytes(engine, rank) for rank in range(len(engine.ranks))}
+    drained(engine)
+    assert_tokens([first, second], tokens)
+    assert second.result.cached_tokens == 80
+    for rank, before in others.items():
+        assert (cached_bytes(engine, rank) == before) == (rank not in busy)
+    [request], [want] = golden_requests(["p37.hit32"])
+    before = cached_bytes(engine, 1)
+    [again] = engine.run([request])
+    assert again.data_rank == 0 and again.result.token_ids == want
+    assert cached_bytes(engine, 1) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp2", "tp8"])
+def test_tensor_ranks(name, monkeypatch):
+    engine = engine_on(name)
+    watched = Watched(engine, monkeypatch)
+    requests, tokens = golden_requests()
+    assert_tokens(engine.run(requests), tokens)
+    assert watched.restored, "no request was preempted: the pool is too large for this test"
+    assert engine.compiles.count == 0
+    cached_bytes(engine, 0)
 
 
 @pytest.mark.slow
@@ -78,8 +159,7 @@ def test_drafts_change_no_token():
     """Draft experts spread over the ranks, their head split by vocabulary."""
     engine = engine_on("tp2", replace(OPTIONS, pages=24, speculation=Speculation()))
     requests, tokens = golden_requests()
-    done = engine.run(requests)
-    assert [sequence.result.token_ids for sequence in done] == tokens
+    assert_tokens(engine.run(requests), tokens)
     assert engine.acceptance.drafted > 0
 
 
@@ -100,7 +180,7 @@ def _forever():
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("dep8", "layout dep8: the engine has one data rank; must be one of tp1, tp2, tp4, tp8"),
+        ("dep16", "layout dep16: needs 16 devices, 8 cpu are here"),
         ("tp3", "layout 'tp3': must be one of"),
     ],
 )

@@ -3,6 +3,7 @@
 import threading
 import time
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,21 @@ def routing(kind, rows):
     return ids.astype(np.int32), rng.random((rows, K)).astype(np.float32)
 
 
+@cache
+def experts_on(name, rows_over, experts_over, columns_over):
+    spread = SpreadExperts(LOCAL.moe_experts, rows_over, experts_over, columns_over)
+    by_row = DATA if rows_over else WHOLE
+    e, f = experts_over or None, columns_over or None
+    specs = ExpertWeights(PartitionSpec(e, f), PartitionSpec(e, f), PartitionSpec(e, None, f))
+    shared_specs = ExpertWeights(PartitionSpec(f), PartitionSpec(f), PartitionSpec(None, f))
+    return over(
+        name,
+        lambda *inputs: spread(*inputs, limit=LIMIT),
+        (by_row, by_row, by_row, specs, shared_specs),
+        by_row,
+    )
+
+
 @pytest.mark.parametrize("kind", ["uniform", "one expert", "one row", "nobody"])
 @pytest.mark.parametrize(
     ("name", "rows_over", "experts_over", "columns_over"),
@@ -82,17 +98,7 @@ def test_experts(name, rows_over, experts_over, columns_over, kind):
     experts, shared = weights(E), weights()
     want = np.asarray(LOCAL.moe_experts(x, ids, routed, experts, shared, limit=LIMIT))
     x = np.where(live[:, None], x, np.nan)
-    spread = SpreadExperts(LOCAL.moe_experts, rows_over, experts_over, columns_over)
-    by_row = DATA if rows_over else WHOLE
-    e, f = experts_over or None, columns_over or None
-    specs = ExpertWeights(PartitionSpec(e, f), PartitionSpec(e, f), PartitionSpec(e, None, f))
-    shared_specs = ExpertWeights(PartitionSpec(f), PartitionSpec(f), PartitionSpec(None, f))
-    run = over(
-        name,
-        lambda *inputs: spread(*inputs, limit=LIMIT),
-        (by_row, by_row, by_row, specs, shared_specs),
-        by_row,
-    )
+    run = experts_on(name, rows_over, experts_over, columns_over)
     got = np.asarray(run(x, ids, routed, experts, shared))
     assert_abs(got[live], want[live], 2e-4)
 

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from functools import cache
 
 import jax
 import numpy as np
@@ -24,16 +25,33 @@ from tests.sharding.devices.support import SHAPE
 
 TINY = GOLDENS / "tiny_ckpt"
 CFG = Config.from_json(TINY / "config.json")
+NIGHTLY = "tp2", "dep8", "tp4xdp2"
 LAYOUTS = (
     "tp8",
     "tp2xdep4",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2", "dep8", "tp4xdp2")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in NIGHTLY),
 )
 
 
-@pytest.fixture(scope="module", params=[FLOAT32, REFERENCE], ids=lambda n: n.name)
-def whole(request):
-    return request.param, model_parameters(load_model(TINY, numerics=request.param))
+def cases(*default):
+    """Numerics and layouts; all but the default ones are slow."""
+    every = [(n, name) for n in (REFERENCE, FLOAT32) for name in ("tp8", "tp2xdep4", *NIGHTLY)]
+    marks = {True: (), False: pytest.mark.slow}
+    made = [
+        pytest.param(*case, marks=marks[case in default], id=f"{case[0].name}-{case[1]}")
+        for case in every
+    ]
+    return pytest.mark.parametrize(("numerics", "name"), made)
+
+
+@cache
+def whole(numerics):
+    return model_parameters(load_model(TINY, numerics=numerics))
+
+
+@cache
+def placed(numerics, name):
+    return load_placed(TINY, place(name, CFG), numerics=numerics)
 
 
 @pytest.fixture(scope="module")
@@ -57,29 +75,24 @@ def assert_equal_parts(got, want, placement):
             assert not bits.any(), path
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_released_checkpoint(whole, name):
-    numerics, want = whole
-    placement = place(name, CFG)
-    model = load_placed(TINY, placement, numerics=numerics)
-    assert_equal_parts(model_parameters(model), want, placement)
+@cases((REFERENCE, "tp8"), (REFERENCE, "tp2xdep4"), (FLOAT32, "tp2xdep4"))
+def test_released_checkpoint(numerics, name):
+    model = placed(numerics, name)
+    assert_equal_parts(model_parameters(model), whole(numerics), place(name, CFG))
     assert model.token_map.get_value().sharding.is_fully_replicated
 
 
-@pytest.mark.parametrize("name", ["tp2xdep4", pytest.param("tp2", marks=pytest.mark.slow)])
-def test_orbax_checkpoint(whole, orbax_dir, name):
-    numerics, want = whole
+@cases((REFERENCE, "tp2xdep4"))
+def test_orbax_checkpoint(orbax_dir, numerics, name):
     placement = place(name, CFG)
     model = load_placed(orbax_dir, placement, numerics=numerics)
-    assert_equal_parts(model_parameters(model), want, placement)
+    assert_equal_parts(model_parameters(model), whole(numerics), placement)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bytes_of_every_device_are_those_of_the_estimate(name):
-    placement = place(name, CFG)
-    model = load_placed(TINY, placement, numerics=REFERENCE)
-    held = dict.fromkeys(placement.mesh.devices.flat, 0)
-    for array in jax.tree.leaves(list(model_parameters(model).values())):
+    held = dict.fromkeys(place(name, CFG).mesh.devices.flat, 0)
+    for array in jax.tree.leaves(list(model_parameters(placed(REFERENCE, name)).values())):
         for shard in array.addressable_shards:
             held[shard.device] += shard.data.nbytes
     want = ShardedModel(CFG, layout(name)).bytes_by_kind.loaded

@@ -152,10 +152,3 @@ def test_one_device_needs_no_placement():
     assert programs.ranks == 1
     cache = programs.new_cache()
     assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(cache)} == {1}
-
-
-def test_moves_are_for_one_data_rank():
-    placed = Placed.of("dep2")
-    programs = Programs(placed.model, placed.ops, SHAPE, placement=placed.placement)
-    with pytest.raises(NotImplementedError, match="take_state on 2 data ranks"):
-        programs.compile("take_state", Bucket(1, 1, PAGES))

@@ -1,0 +1,68 @@
+"""Times of dispatched work: warm-up, median, spread, and whether a buffer moved."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+_WARM_UP, _SAMPLES, _FEWEST = 3, 9, 3
+_SAMPLE_S, _BUDGET_S, _MOST_RUNS = 0.05, 4.0, 50
+
+
+@dataclass(frozen=True)
+class Timing:
+    """us: the median over samples; spread_pct: from the fastest to the slowest of them, in percent
+    of it. host_pct: share of that time in which the host was still dispatching; near 100 the host
+    is what was measured.
+    """
+
+    us: float
+    spread_pct: float
+    samples: int
+    host_pct: float
+
+    def divided(self, count: int) -> "Timing":
+        """Of one of ``count`` equal parts."""
+        return Timing(self.us / count, self.spread_pct, self.samples, self.host_pct)
+
+
+def timed(step: Callable[[], Any], *, latency: bool = False, most: int | None = None) -> Timing:
+    """step() dispatches the work once and returns what to wait for. latency: wait after each run;
+    otherwise runs follow one another as an engine's steps do. most: runs in all.
+    """
+    once = 0.0
+    for _ in range(_WARM_UP):
+        began = time.perf_counter()
+        jax.block_until_ready(step())
+        once = time.perf_counter() - began
+    left = 10**9 if most is None else most - _WARM_UP
+    runs = 1 if latency else max(1, min(_MOST_RUNS, left // _FEWEST, round(_SAMPLE_S / once)))
+    samples = max(_FEWEST, min(_SAMPLES, left // runs, int(_BUDGET_S / once / runs)))
+    times, dispatched = [], []
+    for _ in range(samples):
+        began, out = time.perf_counter(), None
+        for _ in range(runs):
+            out = None  # or the next run's results would get other addresses
+            out = step()
+        dispatched.append((time.perf_counter() - began) / runs)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - began) / runs)
+    us = statistics.median(times) * 1e6
+    return Timing(
+        us=us,
+        spread_pct=100 * (max(times) - min(times)) * 1e6 / us,
+        samples=samples,
+        host_pct=100 * statistics.median(dispatched) * 1e6 / us,
+    )
+
+
+def addresses(tree: Any) -> list[int]:
+    """Where every array of this process lies."""
+    return [
+        shard.data.unsafe_buffer_pointer()
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+    ]
