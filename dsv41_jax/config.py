@@ -12,7 +12,7 @@ from typing import Any
 from dsv41_jax.config_rules import check_values, primes_from
 from dsv41_jax.errors import UserError, raise_problems, shorten
 
-PRESETS = ("flash", "tiny")
+PRESETS = ("flash", "mini", "tiny")
 
 _TOP_LEVEL = {
     "bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "transformers_version",

@@ -29,7 +29,7 @@ def put(document: dict, path: str, value) -> None:
     document[key] = value
 
 
-@pytest.mark.parametrize("preset", ["flash", "tiny"])
+@pytest.mark.parametrize("preset", ["flash", "mini", "tiny"])
 def test_presets_survive_a_round_trip_without_warnings(preset):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -219,5 +219,5 @@ def test_unreadable_files_are_named(tmp_path, data):
 def test_absent_file_and_unknown_preset(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         Config.from_json(tmp_path / "config.json")
-    with pytest.raises(UserError, match="one of flash, tiny"):
+    with pytest.raises(UserError, match="one of flash, mini, tiny"):
         Config.preset("pro")

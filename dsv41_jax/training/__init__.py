@@ -1,0 +1,1 @@
+"""Training of a small model of this architecture: data, losses, optimiser, export."""
