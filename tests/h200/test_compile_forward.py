@@ -28,7 +28,7 @@ from tools.h200_compile import h200_mesh
 
 pytestmark = pytest.mark.h200
 
-EACH_KIND = "0,1,2,3,20,21,24"
+MOST_LAUNCHES = 30  # a layer, on average
 HLO_NAMES = {"int32": "s32", "uint8": "u8", "float32": "f32", "bfloat16": "bf16"}
 BATCH, CONTEXT = 1, 8192
 
@@ -66,16 +66,10 @@ def thunks(folder: Path) -> tuple[list[str], list[str]]:
     return outermost, [name for _, name in kinds if name != "kCommandBuffer"]
 
 
-@pytest.mark.parametrize(
-    ("layers", "sets"),
-    [
-        pytest.param(EACH_KIND, 2, id="one of each kind"),
-        pytest.param("all", 12, id="40 layers", marks=pytest.mark.slow),
-    ],
-)
-def test_the_decode_step(decode, tmp_path, layers, sets):
-    """Caches updated in place, no spills, one command buffer for all of it."""
-    programs, compiled = decode(layers, sets)
+def test_the_decode_step(decode, tmp_path):
+    """All 40 layers: caches updated in place, no spills, one command buffer for all of it."""
+    sets = 12
+    programs, compiled = decode("all", sets)
     leaves = jax.tree.leaves(programs.cache_shapes())
     memory, text = compiled.memory_analysis(), compiled.as_text()
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -100,6 +94,7 @@ def test_the_decode_step(decode, tmp_path, layers, sets):
         f" temporaries {memory.temp_size_in_bytes / 1e6:.1f} MB"
     )
     assert outermost == ["kCommandBuffer"]
+    assert len(launched) <= MOST_LAUNCHES * count
     assert memory.temp_size_in_bytes < 1e9
     assert kernels(text)["moe_experts_decode"] == count
 
