@@ -1,5 +1,6 @@
 """Kernels whose body is one block of PTX: its operands are addresses and 32-bit integers."""
 
+import struct
 from collections.abc import Callable, Sequence
 
 from jax.experimental.mosaic.gpu import utils as mu
@@ -9,6 +10,11 @@ from jaxlib.mlir.dialects import llvm
 
 SCALAR = plgpu.Layout.WG_SPLAT
 BARRIER = 8  # a named barrier that the lowering does not use
+
+
+def f32(value: float) -> str:
+    """A float32 as PTX writes it, by its bits."""
+    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
 
 
 def address(ref: ir.Value, bits: int) -> ir.Value:

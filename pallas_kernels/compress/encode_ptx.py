@@ -7,8 +7,8 @@ what decides: a bf16 value over a scale of four bits is a midpoint exactly, or a
 away.
 """
 
-from pallas_kernels.compress.rows_ptx import f32
 from pallas_kernels.compress.store_shape import KEYS, LATENTS, VALUES, Job
+from pallas_kernels.inline_ptx import f32
 
 
 def store(job: Job, at: dict[str, str]) -> list[str]:

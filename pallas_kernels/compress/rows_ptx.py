@@ -4,9 +4,8 @@ normed and rotated in registers.
 Products and sums whose rounding the reference fixes carry ``.rn``, so that none are fused.
 """
 
-import struct
-
 from pallas_kernels.compress.store_shape import LATENT, LATENTS, ROPE, VALUES, WINDOW, Job
+from pallas_kernels.inline_ptx import f32
 
 REGISTERS = """
 .reg .b32 tid,row,part,req,t,at,pos,start,length,a,b,c,d,x<16>,y<16>,g<16>,h<16>,w<8>,scale,amax;
@@ -15,10 +14,6 @@ REGISTERS = """
 .reg .b64 p64,q64,base;
 .reg .pred p,live,write;
 """
-
-
-def f32(value: float) -> str:
-    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
 
 
 def _vectors(names: list[str], kind: str) -> list[str]:

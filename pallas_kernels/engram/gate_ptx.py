@@ -5,19 +5,17 @@ next two rows on their way to registers. Sums are added in one order, whatever t
 """
 
 import math
-import struct
 from dataclasses import dataclass
 
-from pallas_kernels.inline_ptx import BARRIER
+from pallas_kernels.columns import COLUMNS, Columns
+from pallas_kernels.inline_ptx import BARRIER, f32
 
-COLUMNS = 8  # of a thread
-MAX_WIDTH = 6144
 SETS = 2  # rows on their way
 LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class Gate:
+class Gate(Columns):
     """A launch over ``rows`` of ``streams`` streams of ``width`` columns, ``stride`` blocks a
     stream.
     """
@@ -29,36 +27,14 @@ class Gate:
     eps: float
 
     def __post_init__(self) -> None:
-        if self.width % COLUMNS or not 0 < self.width <= MAX_WIDTH:
-            raise ValueError(f"{self.width=} must be a multiple of {COLUMNS} up to {MAX_WIDTH}")
+        self.check_width()
         if not 0 < self.stride <= self.rows:
             raise ValueError(f"{self.stride=} must be 1 to {self.rows=}")
-
-    @property
-    def warpgroups(self) -> int:
-        return -(-self.width // (128 * COLUMNS))
-
-    @property
-    def threads(self) -> int:
-        return 128 * self.warpgroups
-
-    @property
-    def warps(self) -> int:
-        return 4 * self.warpgroups
-
-    @property
-    def on(self) -> str:
-        """The guard of threads that have columns."""
-        return "" if self.width == COLUMNS * self.threads else "@on "
 
     @property
     def words(self) -> int:
         """Sums of products, of squares of the stream and of the keys, for two rows in turn."""
         return SETS * 3 * self.warps
-
-
-def f32(value: float) -> str:
-    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
 
 
 def vector(name: str, first: int) -> str:

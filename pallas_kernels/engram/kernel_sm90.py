@@ -13,8 +13,9 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import inline_ptx
+from pallas_kernels.columns import COLUMNS, MAX_WIDTH
 from pallas_kernels.engram import gate_ptx, rows_ptx
-from pallas_kernels.engram.gate_ptx import COLUMNS, MAX_WIDTH, Gate
+from pallas_kernels.engram.gate_ptx import Gate
 from pallas_kernels.engram.rows_ptx import SCALES, WIDTH, Gather
 from pallas_kernels.engram.staged import StagedRows, placed
 from pallas_kernels.quant import Fp8Rows, Packed

@@ -8,8 +8,8 @@ are permuted so that a thread loads 16 bytes.
 
 from dataclasses import dataclass
 
-from pallas_kernels.inline_ptx import BARRIER
-from pallas_kernels.mhc.fused_ptx import f32, vector
+from pallas_kernels.inline_ptx import BARRIER, f32
+from pallas_kernels.mhc.fused_ptx import vector
 
 MIXES = 24
 GROUPS, WARPS = 16, 8  # of segments: sums of eight warps

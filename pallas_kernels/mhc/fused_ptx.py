@@ -5,15 +5,13 @@ registers while those of the next row are on their way; from the expansion to th
 what is collapsed.
 """
 
-import struct
 from dataclasses import dataclass
 
-from pallas_kernels.inline_ptx import BARRIER
+from pallas_kernels.columns import COLUMNS, Columns
+from pallas_kernels.inline_ptx import BARRIER, f32
 
 STREAMS = 4
-COLUMNS = 8  # of a thread, 16 bytes a stream
 COEFFICIENTS = 24  # of a row in shared memory: post, comb, pre
-MAX_WIDTH = 6144  # 768 threads leave 80 registers each
 
 _REGISTERS = """
 .reg .b32 tid,lane,warp,sm,row,next,par,a,b,t,lo,hi,ylo,yhi,sum,scale,base,coef;
@@ -24,7 +22,7 @@ _REGISTERS = """
 
 
 @dataclass(frozen=True)
-class Fused:
+class Fused(Columns):
     """A launch over ``rows`` of four streams of ``width`` columns by ``grid`` blocks of threads."""
 
     rows: int
@@ -33,25 +31,7 @@ class Fused:
     norm_eps: float
 
     def __post_init__(self) -> None:
-        if self.width % COLUMNS or not 0 < self.width <= MAX_WIDTH:
-            raise ValueError(f"{self.width=} must be a multiple of {COLUMNS} up to {MAX_WIDTH}")
-
-    @property
-    def warpgroups(self) -> int:
-        return -(-self.width // (128 * COLUMNS))
-
-    @property
-    def threads(self) -> int:
-        return 128 * self.warpgroups
-
-    @property
-    def warps(self) -> int:
-        return 4 * self.warpgroups
-
-    @property
-    def on(self) -> str:
-        """The guard of threads that have columns."""
-        return "" if self.width == COLUMNS * self.threads else "@on "
+        self.check_width()
 
     @property
     def buffer(self) -> int:
@@ -61,10 +41,6 @@ class Fused:
     @property
     def words(self) -> int:
         return 2 * self.buffer
-
-
-def f32(value: float) -> str:
-    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
 
 
 def vector(name: str, first: int) -> str:

@@ -85,7 +85,7 @@ def _expand_collapse_norm(
 def _expand_collapse_norm_where_fit(
     h: Array, y: Array, post: Array, comb: Array, pre: Array, weight: Array, *, norm_eps: float
 ) -> tuple[Array, Array]:
-    from pallas_kernels.mhc.fused_ptx import COLUMNS, MAX_WIDTH
+    from pallas_kernels.columns import COLUMNS, MAX_WIDTH
 
     width, dtypes = h.shape[-1], {y.dtype, weight.dtype}
     fit = _four_bf16(h) and dtypes == {h.dtype} and width % COLUMNS == 0 and width <= MAX_WIDTH

@@ -7,7 +7,7 @@ of ``coefficients_ptx``.
 
 from dataclasses import dataclass
 
-from pallas_kernels.inline_ptx import BARRIER
+from pallas_kernels.inline_ptx import BARRIER, f32
 from pallas_kernels.mhc.coefficients_ptx import (
     LOG2E,
     MIXES,
@@ -20,7 +20,6 @@ from pallas_kernels.mhc.coefficients_ptx import (
     split,
     squares,
 )
-from pallas_kernels.mhc.fused_ptx import f32
 
 WARPS = 8
 OUT = ("pre", "post", "comb")

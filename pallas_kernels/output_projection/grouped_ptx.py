@@ -6,9 +6,7 @@ products are exact, and the sums carry 2^-SHIFT until the end. Within four colum
 are in the order 0 2 1 3, the one that a word of codes gives for free.
 """
 
-import struct
-
-from pallas_kernels.inline_ptx import BARRIER
+from pallas_kernels.inline_ptx import BARRIER, f32
 from pallas_kernels.output_projection.grouped_shape import (
     CHUNK,
     STRIP,
@@ -25,10 +23,6 @@ BOTH = 0x00800080  # one exponent step in both bf16 lanes
 BATCH = 4  # pieces of rows that a warp has on their way at a time
 MEET = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
 LEAVE = "barrier.cluster.arrive.relaxed; barrier.cluster.wait;"  # behind reads: orders no writes
-
-
-def f32(value: float) -> str:
-    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
 
 
 def vector(name: str, first: int, count: int = 4) -> str:
