@@ -7,6 +7,7 @@ A maximum moves only when scores exceed it by more than 2^8: a rescaling is rare
 
 import math
 
+from pallas_kernels.inline_ptx import f32
 from pallas_kernels.sparse_attention.attend_shape import (
     BARRIER_ALL,
     BARRIER_CONSUMERS,
@@ -23,7 +24,7 @@ from pallas_kernels.sparse_attention.attend_shape import (
     WIDTH,
     Attend,
 )
-from pallas_kernels.sparse_attention.merge_ptx import MEET, float_bits, merge, rotate
+from pallas_kernels.sparse_attention.merge_ptx import MEET, merge, rotate
 from pallas_kernels.sparse_attention.rows_ptx import divide, first_tile, look_up, places, produce
 from pallas_kernels.sparse_attention.rows_ptx import registers as row_registers
 
@@ -34,13 +35,14 @@ HIGH = 0x40000040  # descriptor: 128-byte swizzle, blocks of eight rows 1024 byt
 
 
 def program(s: Attend) -> list[str]:
-    """Operands: NAMES (GMEM), SMEM bytes, query row, split."""
+    """Operands: NAMES (GMEM), SMEM bytes, query row times groups + group, split."""
     lines = [
         *_registers(s),
         *[f"mov.b64 {name}, ${i};" for i, name in enumerate(NAMES)],
         f"mov.b32 sm, ${len(NAMES)}; mov.b32 row, ${len(NAMES) + 1};",
         f"mov.b32 split, ${len(NAMES) + 2}; mov.u32 tid, %tid.x; shr.u32 wg, tid, 7;",
-        divide("request", "row", s.per_request),
+        divide("query", "row", s.groups),
+        divide("request", "query", s.per_request),
         "setp.ne.u32 p, tid, 0; @p bra READY;",
         *_barriers(s),
         f"st.shared.b32 [sm+{s.used}], 0; and.b32 a, sm, 1023; setp.ne.u32 p, a, 0; @p trap;",
@@ -49,10 +51,12 @@ def program(s: Attend) -> list[str]:
         f"barrier.sync {BARRIER_ALL}, {THREADS};",
         "setp.eq.u32 p, wg, 2; @p bra LIST;",
         *_ahead(s),
-        *_queries(s),
+        *fetch_queries(s, "row", "query"),
+        *place_queries(s),
         "bra BEGIN;",
         "LIST:",
         *look_up(s),
+        f"@leader red.shared.max.u32 [sm+{s.used}], last;",
         f"BEGIN: barrier.sync {BARRIER_ALL}, {THREADS};",
         *places(s),
         *first_tile(s),
@@ -102,12 +106,13 @@ def thread() -> list[str]:
 def _registers(s: Attend) -> list[str]:
     return [
         f".reg .b64 {','.join(NAMES)},q64,da,db,src;",
-        ".reg .b32 sm,row,split,tid,wg,lane,warp,request,a,b,c,d,x<4>,w<4>;",
-        ".reg .pred p,leader,yes,no,more,free;",
+        ".reg .b32 sm,row,query,split,tid,wg,lane,warp,request,a,b,c,d,x<4>,w<4>;",
+        ".reg .pred p,leader,yes,no,more,turns,free;",
         f".reg .b32 o<{WIDTH // 4}>,s<{s.tile // 2}>,f<{s.tile // 4}>,alpha0,alpha1,new0,new1;",
         ".reg .b32 m0_,m1_,l0,l1,mx0,mx1,tile,end,ql,kl,vl,left,right,high;",
         ".reg .b32 quad,gr,place,parity,fb,masks,wide;",
-        ".reg .b32 cs<4>,sn<4>,even,odd,turned0,turned1,spread,sink0,sink1,inv0,inv1,head,seen;",
+        ".reg .b32 cs<4>,sn<4>,qc<4>,qs<4>;",
+        ".reg .b32 even,odd,turned0,turned1,spread,sink0,sink1,inv0,inv1,head,seen;",
         *row_registers(s),
     ]
 
@@ -119,13 +124,13 @@ def _consume(s: Attend) -> list[str]:
         f"mad.lo.u32 wide, wg, {4 * 128 * s.tile}, sm; add.u32 wide, wide, {QUERY_BYTES};",
         "setp.eq.u32 yes, tid, tid; setp.ne.u32 no, tid, tid; mov.b32 tile, 0;",
         "mov.b32 l0, 0; mov.b32 l1, 0;",
-        f"mov.b32 m0_, {float_bits(-1e30)}; mov.b32 m1_, m0_; mov.b32 high, {HIGH:#x};",
+        f"mov.b32 m0_, {f32(-1e30)}; mov.b32 m1_, m0_; mov.b32 high, {HIGH:#x};",
         *[f"mov.b32 o{i}, 0;" for i in range(WIDTH // 4)],
         "shr.u32 ql, sm, 4; and.b32 ql, ql, 0x3FFF; or.b32 ql, ql, 0x10000;",
         "shfl.sync.idx.b32 ql, ql, 0, 31, 0xffffffff;",
         f"add.u32 a, sm, {QUERY_BYTES}; shr.u32 a, a, 4; and.b32 a, a, 0x3FFF;",
         "or.b32 kl, a, 0x10000; shfl.sync.idx.b32 kl, kl, 0, 31, 0xffffffff;",
-        *_scores(s),
+        *score(s),
         "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;",
         "TILE:",
         *_softmax(s),
@@ -133,7 +138,7 @@ def _consume(s: Attend) -> list[str]:
         *_wait(s, "NEXT"),
         *_values(s),
         "wgmma.commit_group.sync.aligned;",
-        *_scores(s),
+        *score(s),
         "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1;",
         f"@leader mbarrier.arrive.shared::cta.b64 _, [fb+{s.empty}];",
         "wgmma.wait_group.sync.aligned 0; bra TILE;",
@@ -144,37 +149,48 @@ def _consume(s: Attend) -> list[str]:
     ]
 
 
-def _queries(s: Attend) -> list[str]:
-    """Queries to shared memory: rotated, times 2^SHIFT, eight dims in the order of the rows'."""
-    live = range(s.heads // 8)
+def fetch_queries(s: Attend, row: str, query: str, first: int = 0) -> list[str]:
+    """A row's queries and a query row's angles to registers: o from ``first`` on, qc, qs."""
     lines = [
-        "and.b32 a, tid, 7; shr.u32 b, tid, 3; mad.lo.u32 c, row, "
+        f"and.b32 a, tid, 7; shr.u32 b, tid, 3; mad.lo.u32 c, {row}, "
         f"{s.heads}, a; mul.wide.u32 q64, c, {2 * WIDTH}; add.s64 src, queries, q64;",
         "mul.wide.u32 q64, b, 16; add.s64 src, src, q64;",
     ]
     for half in range(2):
-        for i in live:
+        for i in range(s.heads // 8):
             at = 2 * WIDTH * 8 * i + 512 * half
-            lines.append(f"ld.global.nc.v4.b32 {{{','.join(_query(i, half))}}}, [src+{at}];")
-    lines += [
+            names = ",".join(_query(first, i, half))
+            lines.append(f"ld.global.nc.v4.b32 {{{names}}}, [src+{at}];")
+    return [
+        *lines,
+        "setp.ge.u32 turns, b, 24; sub.u32 b, b, 24; shl.b32 b, b, 2;",
+        f"mad.lo.u32 b, {query}, {ROPE // 2}, b;",
+        "mul.wide.s32 q64, b, 4; add.s64 da, cosines, q64; add.s64 db, sines, q64;",
+        "@turns ld.global.v4.b32 {qc0,qc1,qc2,qc3}, [da];",
+        "@turns ld.global.v4.b32 {qs0,qs1,qs2,qs3}, [db];",
+    ]
+
+
+def place_queries(s: Attend, first: int = 0) -> list[str]:
+    """Queries to shared memory: rotated, times 2^SHIFT, eight dims in the order of the rows'."""
+    live = range(s.heads // 8)
+    lines = [
         # Blocks of 64 dims, swizzled by the head.
+        "and.b32 a, tid, 7; shr.u32 b, tid, 3; setp.ge.u32 turns, b, 24;",
         "and.b32 c, b, 7; xor.b32 c, c, a; shl.b32 c, c, 4; mad.lo.u32 c, a, 128, c;",
         f"shr.u32 d, b, 3; mad.lo.u32 c, d, {128 * MAX_HEADS}, c; add.u32 place, c, sm;",
-        f"mov.b32 spread, {(SHIFT + 127) * 128 * 0x10001:#x}; setp.ge.u32 more, b, 24;",
-        f"sub.u32 b, b, 24; shl.b32 b, b, 2; mad.lo.u32 b, row, {ROPE // 2}, b;",
-        "mul.wide.s32 q64, b, 4; add.s64 da, cosines, q64; add.s64 db, sines, q64;",
-        "@more ld.global.v4.b32 {cs0,cs1,cs2,cs3}, [da];",
-        "@more ld.global.v4.b32 {sn0,sn1,sn2,sn3}, [db];",
+        f"mov.b32 spread, {(SHIFT + 127) * 128 * 0x10001:#x};",
+        *[f"mov.b32 cs{j}, qc{j}; mov.b32 sn{j}, qs{j};" for j in range(4)],
     ]
     for i in live:
-        lines += _place_query(_query(i, 0), 1024 * i)
-    lines.append("@!more bra FLAT;")
+        lines += _place_query(_query(first, i, 0), 1024 * i)
+    lines.append("@!turns bra FLAT;")
     for i in live:
-        for j, word in enumerate(_query(i, 1)):
+        for j, word in enumerate(_query(first, i, 1)):
             lines += rotate(word, j, inverse=False)
     lines.append("FLAT:")
     for i in live:
-        lines += _place_query(_query(i, 1), 8192 * 4 + 1024 * i)
+        lines += _place_query(_query(first, i, 1), 8192 * 4 + 1024 * i)
     lines.append("mov.b32 a, 0;")
     for i in range(live.stop, 8):
         for half in range(2):
@@ -182,9 +198,9 @@ def _queries(s: Attend) -> list[str]:
     return lines
 
 
-def _query(i: int, half: int) -> list[str]:
+def _query(first: int, i: int, half: int) -> list[str]:
     """Eight dims of a head in registers."""
-    return [f"o{4 * (8 * half + i) + j}" for j in range(4)]
+    return [f"o{first + 4 * (8 * half + i) + j}" for j in range(4)]
 
 
 def _place_query(o: list[str], at: int) -> list[str]:
@@ -209,7 +225,7 @@ def _wait(s: Attend, label: str) -> list[str]:
     ]
 
 
-def _scores(s: Attend) -> list[str]:
+def score(s: Attend) -> list[str]:
     """s = queries x rows of the stage, 32 steps of 16 dims."""
     acc = "{" + ",".join(f"s{i}" for i in range(s.tile // 2)) + "}"
     lines = ["wgmma.fence.sync.aligned;"]
@@ -246,10 +262,10 @@ def _values(s: Attend) -> list[str]:
 
 def _softmax(s: Attend) -> list[str]:
     """Masked scores of ``tile`` to probabilities f in bf16, and o, l rescaled where m moves."""
-    scale, columns = float_bits(LOG2E * WIDTH**-0.5), range(s.tile // 8)
+    scale, columns = f32(LOG2E * WIDTH**-0.5), range(s.tile // 8)
     lines = [
         f"mad.lo.u32 a, tile, {4 * s.tile}, masks;",
-        f"mov.b32 mx0, {float_bits(-math.inf)}; mov.b32 mx1, mx0; mov.b32 d, mx0;",
+        f"mov.b32 mx0, {f32(-math.inf)}; mov.b32 mx1, mx0; mov.b32 d, mx0;",
     ]
     for j in columns:
         lines.append(f"ld.shared.v2.b32 {{b,c}}, [a+{32 * j}];")
@@ -264,7 +280,7 @@ def _softmax(s: Attend) -> list[str]:
                 f"shfl.sync.bfly.b32 a, mx{h}, {lanes}, 31, 0xffffffff; max.f32 mx{h}, mx{h}, a;"
             ]
         lines += [
-            f"mul.f32 mx{h}, mx{h}, {scale}; add.f32 a, m{h}_, {float_bits(8.0)};",
+            f"mul.f32 mx{h}, mx{h}, {scale}; add.f32 a, m{h}_, {f32(8.0)};",
             f"setp.gt.f32 p, mx{h}, a; selp.b32 new{h}, mx{h}, m{h}_, p;",
             f"sub.f32 alpha{h}, m{h}_, new{h}; ex2.approx.ftz.f32 alpha{h}, alpha{h};",
             f"mul.f32 l{h}, l{h}, alpha{h};",
@@ -302,7 +318,7 @@ def _finish(s: Attend) -> list[str]:
             lines += [
                 f"setp.lt.u32 p, a, {s.heads}; mul.wide.u32 q64, a, 4; add.s64 src, sinks, q64;",
                 f"mov.b32 sink{h}, 0; @p ld.global.b32 sink{h}, [src];",
-                f"mul.f32 sink{h}, sink{h}, {float_bits(LOG2E)}; max.f32 a, m{h}_, sink{h};",
+                f"mul.f32 sink{h}, sink{h}, {f32(LOG2E)}; max.f32 a, m{h}_, sink{h};",
                 f"sub.f32 b, m{h}_, a; ex2.approx.ftz.f32 b, b; sub.f32 c, sink{h}, a;",
                 f"ex2.approx.ftz.f32 c, c; fma.rn.f32 c, l{h}, b, c; div.full.f32 inv{h}, b, c;",
             ]
@@ -311,7 +327,7 @@ def _finish(s: Attend) -> list[str]:
                 f"setp.gt.f32 p, l{h}, 0f00000000; rcp.approx.ftz.f32 inv{h}, l{h};",
                 f"selp.b32 inv{h}, inv{h}, 0, p;",
             ]
-        lines += [f"mul.f32 inv{h}, inv{h}, {float_bits(2.0**SHIFT)};"]
+        lines += [f"mul.f32 inv{h}, inv{h}, {f32(2.0**SHIFT)};"]
     lines += [f"barrier.sync {BARRIER_CONSUMERS}, {CONSUMERS};"]
     if s.splits > 1:
         lines += [

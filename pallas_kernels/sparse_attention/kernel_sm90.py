@@ -14,25 +14,37 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import inline_ptx
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.quant.storage import LatentRows, StoredRows, WindowRows
+from pallas_kernels.sparse_attention import seesaw_ptx
 from pallas_kernels.sparse_attention.attend_ptx import NAMES, program
-from pallas_kernels.sparse_attention.attend_shape import ROPE, THREADS, WIDTH, Attend
+from pallas_kernels.sparse_attention.attend_shape import (
+    ROPE,
+    THREADS,
+    WIDTH,
+    Attend,
+    Seesaw,
+    seesaw,
+)
 
-BLOCKS = 128  # at once, as clusters of up to 16: 132 multiprocessors in groups of 16 or 18
 HEADS = (8, 16, 32, 64)
+# Most rows, blocks of a cluster that share a row's list, clusters that share its heads: what runs
+# at once, measured. Of 132 multiprocessors in unequal groups, 7 clusters of 16 blocks do, 15 of 8
+# and 30 of 4. A cluster's outputs meet at 14 bytes a clock and multiprocessor: fewer heads each.
+SHARED = ((1, 16, 4), (3, 16, 2), (7, 8, 2), (15, 8, 1), (30, 4, 1), (64, 2, 1))
 
 
 @lru_cache(maxsize=64)
 def launcher(s: Attend) -> Callable:
-    """The inputs in the order of ``NAMES`` to bf16 [R, H, 512]."""
-    body = inline_ptx.block(program(s), gmem=len(NAMES), smem=1, scalars=2)
+    """The inputs in the order of ``NAMES``, queries [R * groups, heads, 512], to bf16 as those."""
+    lines = seesaw_ptx.program(s) if isinstance(s, Seesaw) else program(s)
+    body = inline_ptx.block(lines, gmem=len(NAMES), smem=1, scalars=2)
 
     def sparse_attention(*refs):
         body(*refs, lax.axis_index("row"), lax.axis_index("split"))
 
     return plgpu.kernel(
         sparse_attention,
-        out_type=jax.ShapeDtypeStruct((s.rows, s.heads, WIDTH), jnp.bfloat16),
-        grid=(s.rows,),
+        out_type=jax.ShapeDtypeStruct((s.rows * s.groups, s.heads, WIDTH), jnp.bfloat16),
+        grid=(s.grid,),
         grid_names=("row",),
         cluster=(s.splits,),
         cluster_names=("split",),
@@ -43,12 +55,17 @@ def launcher(s: Attend) -> Callable:
     )
 
 
-def splits(rows: int, slots: int, heads: int) -> int:
-    """Blocks that share a row: as many as fit the GPU at once, each with 32 slots or more."""
-    count = min(16, heads)
-    while count > 1 and (rows * count > BLOCKS or slots < 32 * count):
-        count //= 2
-    return count
+def shared(rows: int, slots: int, heads: int) -> tuple[int, int]:
+    """Blocks that share a row's list, each with 32 slots or more, and clusters that share its
+    heads, each with 8 or more and no fewer than its blocks.
+    """
+    splits, groups = next((rest for most, *rest in SHARED if rows <= most), (1, 1))
+    splits = min(splits, heads)
+    while splits > 1 and slots < 32 * splits:
+        splits //= 2
+    while groups > 1 and heads < max(8, splits) * groups:
+        groups //= 2
+    return splits, groups
 
 
 def supports(
@@ -88,7 +105,7 @@ def sparse_attention(
 
     Window scale bytes may be at most ``attend_shape.MAX_SCALE_BYTE`` (2^55). A page id outside the
     pool and an entry outside the table hide their row. A row has the same bits whatever the others,
-    as long as their number is in the same range of ``splits``.
+    as long as their number is in the same range of ``SHARED``.
     """
     return _launch(
         q, cos, sin, window, written.astype(jnp.int32), position, floor, floor, pool, page_table,
@@ -145,14 +162,25 @@ def _launch(
         assert isinstance(pool, LatentRows)
         latents, pages, count = pool.words, page_table.shape[1], selected.shape[-1]
         (pool_pages, page), chosen = latents.shape[:2], selected
-    blocks = splits(b * t, window_size + count, heads)
-    s = Attend(b * t, t, heads, window_size, count, pages, page, pool_pages, blocks).in_tiles()
+    splits, groups = shared(b * t, window_size + count, heads)
+    s = Attend(
+        b * t,
+        t,
+        heads // groups,
+        window_size,
+        count,
+        pages,
+        page,
+        pool_pages,
+        splits,
+        groups=groups,
+    ).in_tiles()
     if not s.fits:
         raise ValueError(f"sparse_attention: {window_size=} + {count=} must fit shared memory")
     if ring:
         s = replace(s, owners=window.words.shape[0], ring=window.words.shape[1])
-    out = launcher(s)(
-        q.reshape(b * t, heads, width),
+    out = launcher(seesaw(s) or s)(
+        q.reshape(b * t * groups, heads // groups, width),
         cos.astype(jnp.float32).reshape(b * t, ROPE // 2),
         sin.astype(jnp.float32).reshape(b * t, ROPE // 2),
         window.words,

@@ -3,8 +3,8 @@ inverse rotation, the stores.
 """
 
 import math
-import struct
 
+from pallas_kernels.inline_ptx import f32
 from pallas_kernels.sparse_attention.attend_shape import (
     BARRIER_CONSUMERS,
     CONSUMERS,
@@ -18,10 +18,6 @@ from pallas_kernels.sparse_attention.attend_shape import (
 # All threads of a cluster meet; after SHOW they see what the others stored in shared memory before.
 SHOW = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
 MEET = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;"
-
-
-def float_bits(value: float) -> str:
-    return "0f" + struct.pack(">f", value).hex().upper()
 
 
 def rotate(word: str, j: int, *, inverse: bool) -> list[str]:
@@ -45,7 +41,7 @@ def merge(s: Attend) -> list[str]:
         SHOW if s.splits > 1 else alone,
         # A thread has eight dims of every fourth head.
         "and.b32 b, tid, 63; shr.u32 seen, tid, 6; setp.ge.u32 more, b, 56; sub.u32 a, b, 56;",
-        f"shl.b32 a, a, 2; mad.lo.u32 a, row, {ROPE // 2}, a; mul.wide.s32 q64, a, 4;",
+        f"shl.b32 a, a, 2; mad.lo.u32 a, query, {ROPE // 2}, a; mul.wide.s32 q64, a, 4;",
         "add.s64 da, cosines, q64; add.s64 db, sines, q64;",
         "@more ld.global.v4.b32 {cs0,cs1,cs2,cs3}, [da];",
         "@more ld.global.v4.b32 {sn0,sn1,sn2,sn3}, [db];",
@@ -77,8 +73,9 @@ def _one_block() -> list[str]:
 def _blocks(s: Attend) -> list[str]:
     """Each block's outputs by its part of the sum, in the order of the blocks."""
     lines = [
-        "mad.lo.u32 b, head, 8, sm; mul.wide.u32 q64, head, 4; add.s64 src, sinks, q64;",
-        f"ld.global.b32 sink0, [src]; mul.f32 sink0, sink0, {float_bits(math.log2(math.e))};",
+        f"mul.lo.u32 c, query, {s.groups}; sub.u32 c, row, c; mad.lo.u32 c, c, {s.heads}, head;",
+        "mad.lo.u32 b, head, 8, sm; mul.wide.u32 q64, c, 4; add.s64 src, sinks, q64;",
+        f"ld.global.b32 sink0, [src]; mul.f32 sink0, sink0, {f32(math.log2(math.e))};",
         "mov.b32 mx0, sink0;",
     ]
     for r in range(s.splits):

@@ -42,8 +42,9 @@ def registers(s: Attend) -> list[str]:
     return lines
 
 
-def look_up(s: Attend) -> list[str]:
-    """The list: the stored row of each slot of this block, -1 for none, and how many are in use.
+def look_up(s: Attend, book: str = "sm") -> list[str]:
+    """The list: the stored row of each slot of this block, -1 for none; last: how many slots up to
+    a warp's last in use. It goes to ``s.list`` behind ``book``. query: the query row.
 
     Every load has an address and no predicate, and what uses it stands behind a branch, never
     taken, that the assembler moves nothing over: all loads of a kind are in flight at once.
@@ -51,7 +52,7 @@ def look_up(s: Attend) -> list[str]:
     slots = range(-(-s.tiles * s.tile // PRODUCERS))
     issued = "setp.eq.u32 p, sm, 0xFFFFFFFF; @p bra DONE;"
     lines = [
-        f"mul.wide.u32 q64, row, 4; add.s64 from, position, q64; {LOAD} pos, [from];",
+        f"mul.wide.u32 q64, query, 4; add.s64 from, position, q64; {LOAD} pos, [from];",
         f"mul.lo.u32 a, request, {s.per_request}; mul.wide.u32 q64, a, 4;",
         f"add.s64 from, position, q64; {LOAD} first, [from];",
         f"mul.wide.u32 q64, request, 4; add.s64 from, floors, q64; {LOAD} floor, [from];",
@@ -62,7 +63,7 @@ def look_up(s: Attend) -> list[str]:
         if s.selected:
             lines += [
                 f"sub.s32 a, slot, {s.window}; max.s32 a, a, 0; min.s32 a, a, {s.selected - 1};",
-                f"mad.lo.u32 a, row, {s.selected}, a; mul.wide.u32 q64, a, 4;",
+                f"mad.lo.u32 a, query, {s.selected}, a; mul.wide.u32 q64, a, 4;",
                 f"add.s64 from, selected, q64; {LOAD} e{k}, [from];",
             ]
         else:
@@ -87,12 +88,8 @@ def look_up(s: Attend) -> list[str]:
         ]
     lines.append(issued)
     for k in slots:
-        lines += _list_row(s, k)
-    return [
-        *lines,
-        "redux.sync.max.u32 last, last, 0xffffffff;",
-        f"@leader red.shared.max.u32 [sm+{s.used}], last;",
-    ]
+        lines += _list_row(s, k, book)
+    return [*lines, "redux.sync.max.u32 last, last, 0xffffffff;"]
 
 
 def _slot(s: Attend, k: int) -> list[str]:
@@ -120,7 +117,7 @@ def _ring_row(s: Attend, k: int) -> list[str]:
     ]
 
 
-def _list_row(s: Attend, k: int) -> list[str]:
+def _list_row(s: Attend, k: int, book: str) -> list[str]:
     there = f"setp.ne.and.u32 in{k}, v{k}, 0, in{k};"
     if s.ring:
         there = f"setp.eq.and.u32 in{k}, v{k}, column, in{k};"
@@ -130,7 +127,7 @@ def _list_row(s: Attend, k: int) -> list[str]:
         f"setp.lt.and.u32 ok{k}, v{k}, {s.pool_pages}, ok{k};",
         f"{divide('a', f'e{k}', s.page)} sub.u32 a, v{k}, a; mad.lo.u32 a, a, {s.page}, e{k};",
         f"mov.b32 b, 0xFFFFFFFF; @in{k} mov.b32 b, e{k}; @ok{k} mov.b32 b, a;",
-        "shl.b32 c, slot, 2; add.u32 c, c, sm;",
+        f"shl.b32 c, slot, 2; add.u32 c, c, {book};",
         f"setp.lt.u32 okay, slot, {s.tiles * s.tile}; @okay st.shared.b32 [c+{s.list}], b;",
         "setp.ge.s32 okay, b, 0; add.u32 slot, slot, 1; @okay max.u32 last, last, slot;",
     ]
@@ -141,7 +138,7 @@ def places(s: Attend) -> list[str]:
         f"ld.shared.b32 end, [sm+{s.used}]; add.u32 end, end, {s.tile - 1};",
         divide("end", "end", s.tile) if s.tiles > 1 else "mov.b32 end, 1;",
         "max.u32 end, end, 1;",
-        f"mul.lo.u32 c, end, {s.groups}; mul.lo.u32 b, split, {s.share};",
+        f"mul.lo.u32 c, end, {s.eights}; mul.lo.u32 b, split, {s.share};",
         f"sub.s32 gw, {s.window}, b; max.s32 gw, gw, 0; min.u32 gw, gw, {s.share};",
         "shr.u32 gw, gw, 3; min.u32 gw, gw, c;",
         # This thread's 32 dims, and where their first 16 bytes go in a block of eight rows.
@@ -165,11 +162,11 @@ def _begin(s: Attend, label: str) -> list[str]:
         f"WAIT{label}: mbarrier.try_wait.parity.shared::cta.b64 got, [bar], turn;",
         f"@!got bra WAIT{label};",
         f"FREE{label}:",
-        *_pieces(),
+        *pieces(),
     ]
 
 
-def _pieces() -> list[str]:
+def pieces() -> list[str]:
     return ["xor.b32 at1, at, 16; xor.b32 at2, at, 32; xor.b32 at3, at, 48;"]
 
 
@@ -177,7 +174,7 @@ def _end(s: Attend, label: str) -> list[str]:
     """Step to the next group; a full stage is handed over."""
     return [
         "add.u32 cursor, cursor, 32; add.u32 gi, gi, 1; add.u32 at, at, 1024;",
-        f"setp.ne.u32 p, gi, {s.groups}; @p bra KEEP{label};",
+        f"setp.ne.u32 p, gi, {s.eights}; @p bra KEEP{label};",
         "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;",
         "shl.b32 bar, stage, 3; add.u32 bar, bar, sm;",
         f"@leader mbarrier.arrive.shared::cta.b64 _, [bar+{s.full}];",
@@ -214,8 +211,8 @@ def _load_window(k: int, ahead: int) -> list[str]:
     return [*lines, _scale(512, 31), f"@p ld.global.nc.u8 c{k}_8, [from];"]
 
 
-def _convert_window(k: int) -> list[str]:
-    """E4M3 codes as bf16 bits are 2^-120 of their values."""
+def convert_window(k: int, ahead: int = 0) -> list[str]:
+    """E4M3 codes as bf16 bits are 2^-120 of their values. Stored ``ahead`` bytes behind at."""
     bias = (120 - SHIFT) * 128 * BOTH
     lines = [
         f"min.u32 big, c{k}_8, {MAX_SCALE_BYTE}; mad.lo.u32 m0, big, {128 * BOTH:#x}, {bias:#x};"
@@ -228,7 +225,7 @@ def _convert_window(k: int) -> list[str]:
                 f"and.b32 u1, u1, 0x07F007F0; lop3.b32 u1, u0, 0x80008000, u1, {AND_OR:#x};",
                 f"mul.rn.bf16x2 y{i}, u1, m0;",
             ]
-        lines.append(f"st.shared.v4.b32 [at{j or ''}], {{y0,y1,y2,y3}};")
+        lines.append(f"st.shared.v4.b32 [at{j or ''}+{ahead}], {{y0,y1,y2,y3}};")
     return lines
 
 
@@ -244,7 +241,7 @@ def _load_latent(k: int, ahead: int) -> list[str]:
     ]
 
 
-def _convert_latent(name: str, scales: str) -> list[str]:
+def convert_latent(name: str, scales: str, ahead: int = 0) -> list[str]:
     """E2M1 codes as bf16 bits are 2^-126 of their values, E4M3 scales 2^-120."""
     lift = (120 + 126 - SHIFT) // 2 + 127
     lines = [f"mov.b32 big, {lift * 128 * BOTH:#x};"]
@@ -267,24 +264,24 @@ def _convert_latent(name: str, scales: str) -> list[str]:
                 f"lop3.b32 u0, {signed}, 0x80008000, u0, {AND_OR:#x};",
                 f"mul.rn.bf16x2 y{i}, u0, m{j // 2};",
             ]
-        lines.append(f"st.shared.v4.b32 [at{j or ''}], {{y0,y1,y2,y3}};")
+        lines.append(f"st.shared.v4.b32 [at{j or ''}+{ahead}], {{y0,y1,y2,y3}};")
     return lines
 
 
 def first_tile(s: Attend) -> list[str]:
     """Tile 0 into stage 0: the warpgroups take groups in turn, all loads in flight at once."""
-    count = -(-s.groups // 3)
+    count = -(-s.eights // 3)
     lines = [line for k in range(count) for line in _load_any(s, k)]
     for k in range(count):
         lines += [
-            f"add.u32 a, wg, {3 * k}; setp.ge.u32 p, a, {s.groups}; @p bra FILLED;",
+            f"add.u32 a, wg, {3 * k}; setp.ge.u32 p, a, {s.eights}; @p bra FILLED;",
             "mad.lo.u32 at, a, 1024, off;",
-            *_pieces(),
+            *pieces(),
             f"setp.ge.u32 p, a, gw; @p bra LATENT{k};",
-            *_convert_window(k),
+            *convert_window(k),
             f"bra NEXT{k};",
             f"LATENT{k}:",
-            *_convert_latent(f"c{k}_", f"c{k}_8"),
+            *convert_latent(f"c{k}_", f"c{k}_8"),
             f"NEXT{k}:",
         ]
     return [*lines, "FILLED:"]
@@ -294,7 +291,7 @@ def _load_any(s: Attend, k: int) -> list[str]:
     zero = " ".join(f"mov.b32 c{k}_{j}, 0;" for j in range(9))
     low, high = (",".join(f"c{k}_{j}" for j in range(i, i + 4)) for i in (0, 4))
     return [
-        f"{zero} add.u32 column, wg, {3 * k}; setp.lt.u32 p, column, {s.groups};",
+        f"{zero} add.u32 column, wg, {3 * k}; setp.lt.u32 p, column, {s.eights};",
         "mad.lo.u32 a, column, 32, lists; mov.b32 b, 0xFFFFFFFF; @p ld.shared.b32 b, [a];",
         "setp.ge.s32 p, b, 0; setp.lt.and.u32 got, column, gw, p;",
         "setp.ge.and.u32 okay, column, gw, p;",
@@ -314,7 +311,7 @@ def _load_any(s: Attend, k: int) -> list[str]:
 def produce(s: Attend) -> list[str]:
     """Fill stages with the tiles after the first, until the used slots are through."""
     return [
-        f"add.u32 cursor, lists, {32 * s.groups}; mov.b32 gi, 0; mov.b32 stage, 1;",
+        f"add.u32 cursor, lists, {32 * s.eights}; mov.b32 gi, 0; mov.b32 stage, 1;",
         f"mov.b32 turn, 1; add.u32 at, off, {s.stage_bytes};",
         *_window_groups(s),
         *_latent_groups(s),
@@ -328,7 +325,7 @@ def _window_groups(s: Attend) -> list[str]:
     lines.append("WINDOW:")
     for k in range(WINDOW_DEPTH):
         lines += ["setp.ge.u32 p, cursor, wend; @p bra LATENTS;", *_begin(s, f"W{k}")]
-        lines += [*_convert_window(k), *_load_window(k, WINDOW_DEPTH), *_end(s, f"W{k}")]
+        lines += [*convert_window(k), *_load_window(k, WINDOW_DEPTH), *_end(s, f"W{k}")]
     return [*lines, "bra WINDOW;"]
 
 
@@ -340,7 +337,7 @@ def _latent_groups(s: Attend) -> list[str]:
     for k in range(LATENT_DEPTH):
         lines += ["setp.ge.u32 p, cursor, lend; @p bra PRODUCED;", *_begin(s, f"L{k}")]
         lines += [
-            *_convert_latent(f"l{k}_", f"l{k}_4"),
+            *convert_latent(f"l{k}_", f"l{k}_4"),
             *_load_latent(k, LATENT_DEPTH),
             *_end(s, f"L{k}"),
         ]

@@ -1,5 +1,6 @@
 """The attention kernel's own PTX on a host machine (``ptx_machine``), against float64."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -134,9 +135,15 @@ def swizzled(b, descriptor: int, rows: int, k: np.ndarray, transposed: bool) -> 
     return bits.view(np.float32)
 
 
-def attend(s: Attend, arguments: list, owners: np.ndarray | None = None) -> np.ndarray:
+def attend(
+    s: Attend,
+    arguments: list,
+    owners: np.ndarray | None = None,
+    lines: list[str] | None = None,
+    machine: Callable = Machine,
+) -> np.ndarray:
     """The kernel's output [B, T, H, 512] between two canaries; window and ``written`` are rings and
-    their tags where the shape says so.
+    their tags where the shape says so. Another program may take several rows to a block.
     """
     q, cos, sin, window, written, position, floor, pool, table, selected, sink = arguments
     owners = np.asarray(floor) if owners is None else owners
@@ -146,12 +153,12 @@ def attend(s: Attend, arguments: list, owners: np.ndarray | None = None) -> np.n
     planes += [floor, owners, latents, table, chosen, sink.astype(jnp.float32)]
     memory = pm.Memory(1 << 24)
     places = [memory.place(np.asarray(a)) for a in planes]
-    canary = np.full((s.rows + 2, s.heads, 512), 0x7FC1, np.uint16)
+    canary = np.full((s.rows * s.groups + 2, s.heads, 512), 0x7FC1, np.uint16)
     out = memory.place(canary)
-    lines = program(s)
-    for row in range(s.rows):
+    lines = lines or program(s)
+    for row in range(s.grid):
         operands = [*places, out + canary[0].nbytes, 0, row]
-        Machine(
+        machine(
             lines,
             memory,
             threads=THREADS,
@@ -178,12 +185,14 @@ SHAPES = [
 ]
 
 
-def shape_of(case: Case, arguments: list, splits: int = 1, tile: int = 48) -> Attend:
+def shape_of(
+    case: Case, arguments: list, splits: int = 1, tile: int = 48, groups: int = 1
+) -> Attend:
     pool, table = arguments[7:9]
     page, count = (case.page, pool.words.shape[0]) if case.selected else (1, 1)
     return Attend(
-        case.requests * case.rows, case.rows, case.heads, case.window, case.selected,
-        table.shape[1] if case.selected else 1, page, count, splits, tile,
+        case.requests * case.rows, case.rows, case.heads // groups, case.window, case.selected,
+        table.shape[1] if case.selected else 1, page, count, splits, tile, groups=groups,
     )  # fmt: skip
 
 
@@ -201,6 +210,15 @@ def small() -> tuple[Case, list]:
     arguments = problem(case, SERVING)
     arguments[4] = np.array(arguments[4])
     return case, arguments
+
+
+def test_heads_of_a_row_in_two_clusters_have_the_same_bits():
+    case = Case(1, 2, 100, 24, 13, heads=16, window=16, page=8)
+    arguments = problem(case, SERVING)
+    arguments[10] = jnp.linspace(-2, 2, case.heads)
+    want = attend(shape_of(case, arguments, 2), arguments)
+    np.testing.assert_array_equal(attend(shape_of(case, arguments, 2, groups=2), arguments), want)
+    assert rel_rms(want, oracle(arguments, case)) < BOUNDS["rel"]
 
 
 @pytest.mark.parametrize(("splits", "word"), [(1, -1), (2, 0x7149F2CA)], ids=["nan", "1e30"])
@@ -310,9 +328,12 @@ def test_a_huge_score_moves_the_maximum():
 
 
 def test_blocks_of_a_row():
-    counts = [kernel_sm90.splits(rows, 640, 64) for rows in (1, 8, 9, 16, 17, 32, 64, 65, 8192)]
-    assert counts == [16, 16, 8, 8, 4, 4, 2, 1, 1]
-    assert kernel_sm90.splits(1, 128, 64) == 4 and kernel_sm90.splits(1, 640, 8) == 8
+    rows = (1, 2, 4, 8, 16, 30, 31, 64, 65, 8192)
+    counts = [kernel_sm90.shared(n, 640, 64) for n in rows]
+    long, short = [(16, 4), (16, 2), (8, 2), (8, 1)], [(4, 1), (4, 1), (2, 1), (2, 1), (1, 1)]
+    assert counts == [*long, *short, (1, 1)]
+    assert kernel_sm90.shared(1, 128, 64) == (4, 4)
+    assert [kernel_sm90.shared(1, 640, n) for n in (8, 16, 32)] == [(8, 1), (16, 1), (16, 2)]
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
