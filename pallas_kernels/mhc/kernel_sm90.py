@@ -11,12 +11,19 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import inline_ptx
-from pallas_kernels.mhc import coefficients_ptx, fused_ptx, split_ptx
-from pallas_kernels.mhc.coefficients_ptx import Mix
+from pallas_kernels.mhc import (
+    broad_ptx,
+    broad_shape,
+    coefficients_ptx,
+    fused_ptx,
+    planes_ptx,
+    products_ptx,
+    split_ptx,
+)
+from pallas_kernels.mhc.broad_shape import SMS, Broad
 from pallas_kernels.mhc.fused_ptx import STREAMS, Fused
 from pallas_kernels.mhc.split_ptx import Split
 
-SMS = 132
 F32, BF16 = jnp.float32, jnp.bfloat16
 WARPGROUP = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
@@ -45,25 +52,47 @@ def fused_launcher(s: Fused) -> Callable:
 
 
 @lru_cache(maxsize=64)
-def mix_launcher(s: Mix) -> Callable:
+def broad_launcher(s: Broad) -> Callable:
     """(h, fn, base, scale) to pre f32 [R, 4], post f32 [R, 4] and comb f32 [R, 16]."""
-    body = inline_ptx.block(coefficients_ptx.program(s), gmem=7, smem=1, scalars=2)
+    order = inline_ptx.block(planes_ptx.program(s), gmem=4, smem=0, scalars=1)
+    add = inline_ptx.block(broad_ptx.program(s), gmem=3, smem=1, scalars=2)
+    finish = inline_ptx.block(coefficients_ptx.program(s), gmem=6, smem=1, scalars=1)
+
+    def mhc_planes(*refs):
+        order(*refs, lax.axis_index("block"))
+
+    def mhc_sums(*refs):
+        add(*refs, lax.axis_index("tile"), lax.axis_index("part"))
 
     def mhc_coefficients(*refs):
-        body(*refs, lax.axis_index("tile"), lax.axis_index("part"))
+        finish(*refs, lax.axis_index("block"))
 
-    return plgpu.kernel(
-        mhc_coefficients,
-        out_type=tuple(jax.ShapeDtypeStruct((s.rows, n), F32) for n in (4, 4, 16)),
-        grid=(-(-s.rows // s.tile),),
-        grid_names=("tile",),
-        cluster=(s.cluster,),
-        cluster_names=("part",),
-        num_threads=coefficients_ptx.THREADS // 128,
+    planes = plgpu.kernel(
+        mhc_planes,
+        out_type=jax.ShapeDtypeStruct((s.k * products_ptx.MIXES * 3,), BF16),
+        grid=(planes_ptx.blocks(s),),
+        grid_names=("block",),
+        compiler_params=WARPGROUP,
+    )
+    sums = plgpu.kernel(
+        mhc_sums,
+        out_type=jax.ShapeDtypeStruct((s.parts, products_ptx.SUMS, s.padded), F32),
+        grid=(s.blocks, s.parts),
+        grid_names=("tile", "part"),
+        num_threads=s.threads // 128,
         thread_name="wg",
         scratch_types=(plgpu.SMEM((s.words,), jnp.int32),),
         compiler_params=WARPGROUP,
     )
+    coefficients = plgpu.kernel(
+        mhc_coefficients,
+        out_type=tuple(jax.ShapeDtypeStruct((s.rows, n), F32) for n in (4, 4, 16)),
+        grid=(-(-s.rows // coefficients_ptx.ROWS),),
+        grid_names=("block",),
+        scratch_types=(plgpu.SMEM((coefficients_ptx.WORDS,), jnp.int32),),
+        compiler_params=WARPGROUP,
+    )
+    return lambda h, fn, base, scale: coefficients(sums(h, planes(fn, base, scale)), base, scale)
 
 
 @lru_cache(maxsize=64)
@@ -103,18 +132,14 @@ def split_launcher(s: Split) -> Callable:
 
 # Most rows, 16-row tiles of a block.
 SPLITS = ((16, 1), (32, 2), (128, 4))
-# Most rows, 16-row tiles of a cluster, its blocks: about 128 blocks, and few passes over ``fn``.
-LAUNCHES = ((256, 1, 8), (512, 2, 8), (1024, 2, 4), (2048, 4, 4), (4096, 4, 2))
 
 
-def tuned(rows: int, k: int, *, iters: int, eps: float, norm_eps: float) -> Split | Mix:
-    """Few rows: two launches, so that all blocks take ``fn`` from memory at once. Else one."""
+def tuned(rows: int, k: int, *, iters: int, eps: float, norm_eps: float) -> Split | Broad:
+    """Few rows: two launches, so that all blocks take ``fn`` from memory at once."""
     for most, tiles in SPLITS:
         if rows <= most:
             return Split(rows, k, tiles, iters, eps, norm_eps)
-    fits = ((tiles, cluster) for most, tiles, cluster in LAUNCHES if rows <= most)
-    tiles, cluster = next(fits, (4, 1))
-    return Mix(rows, k, tiles, cluster, iters, eps, norm_eps)
+    return broad_shape.tuned(rows, k, iters=iters, eps=eps, norm_eps=norm_eps)
 
 
 def mix(
@@ -124,7 +149,7 @@ def mix(
     first three words are read.
     """
     s = tuned(*h.shape, iters=iters, eps=eps, norm_eps=norm_eps)
-    launch = mix_launcher(s) if isinstance(s, Mix) else split_launcher(s)
+    launch = split_launcher(s) if isinstance(s, Split) else broad_launcher(s)
     return launch(h, fn, base, scale)
 
 
@@ -150,7 +175,7 @@ def coefficients(
     """
     *lead, _, d = h.shape
     k = STREAMS * d
-    mixes = coefficients_ptx.MIXES
+    mixes = products_ptx.MIXES
     _checked(h, d, fn=(fn, (mixes, k)), base=(base, (mixes,)), scale=(scale, (3,)))
     rows = h.size // k
     shapes = ((*lead, STREAMS), (*lead, STREAMS), (*lead, STREAMS, STREAMS))

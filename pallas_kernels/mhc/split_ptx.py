@@ -1,32 +1,22 @@
 """Mixing coefficients of few rows as PTX: many blocks take ``fn`` from memory at once.
 
 A block sums 256 columns, one step a warp, and stores the sums of its rows. A second launch adds
-them and iterates, a block a row. The order of addition depends on K alone. The products are those
-of ``coefficients_ptx``.
+them and iterates, a block a row. The order of addition depends on K alone. The places of K within
+a product are permuted so that a thread loads 16 bytes.
 """
 
 from dataclasses import dataclass
 
 from pallas_kernels.inline_ptx import BARRIER, f32
-from pallas_kernels.mhc.coefficients_ptx import (
-    LOG2E,
-    MIXES,
-    STEP,
-    WIDTH,
-    clear,
-    load_fn,
-    load_streams,
-    multiply,
-    split,
-    squares,
-)
+from pallas_kernels.mhc import products_ptx
+from pallas_kernels.mhc.fused_ptx import vector
+from pallas_kernels.mhc.products_ptx import LOG2E, MIXES, STEP, SUMS, add_quads, split, squares
 
 WARPS = 8
 OUT = ("pre", "post", "comb")
 THREADS = 32 * WARPS
 COLUMNS = WARPS * STEP  # of a block
 WORDS = 32  # of a row's sums in memory: mixes, the sum of squares, and what is not written
-SUMS = MIXES + 1
 PITCH = 40  # words of a row of sums in shared memory: a warp's stores meet in no bank
 
 
@@ -42,12 +32,9 @@ class Split:
     norm_eps: float
 
     def __post_init__(self) -> None:
-        if self.k % WIDTH or not self.k > 0:
-            raise ValueError(f"{self.k=} must be a multiple of {WIDTH}")
+        products_ptx.check(self.k, self.iters)
         if self.tiles not in (1, 2, 4):
             raise ValueError(f"{self.tiles=} must be 1, 2 or 4")
-        if self.iters < 1:
-            raise ValueError(f"{self.iters=} must be positive")
 
     @property
     def tile(self) -> int:
@@ -100,7 +87,7 @@ def _sums(s: Split) -> list[str]:
         f"shr.u32 a, lane, 2; mul.lo.u32 b, part, {COLUMNS}; mad.lo.u32 b, warp, {STEP}, b;",
         "mad.lo.u32 b, quad, 8, b;",
         f"mad.lo.u32 c, a, {s.k}, b; mul.wide.u32 q64, c, 4; mov.b64 fp, $1; add.s64 fp, fp, q64;",
-        *load_fn(s, 0),
+        *_load_fn(s),
         "mul.wide.u32 q64, b, 2; mov.b64 bp, $0; add.s64 bp, bp, q64;",
         f"mul.lo.u32 first, tile, {s.tile}; add.u32 a, a, first;",
     ]
@@ -110,12 +97,50 @@ def _sums(s: Split) -> list[str]:
             f"mul.wide.u32 q64, c, {2 * s.k}; add.s64 hp{j}, bp, q64;",
         ]
     lines += [
-        *load_streams(s, "h", 0),
+        *_load_streams(s),
         "or.b32 c, tid, part; or.b32 c, c, tile; setp.eq.u32 p, c, 0;",
         "mov.b64 bp, $2; @p prefetch.global.L2 [bp]; mov.b64 bp, $3; @p prefetch.global.L2 [bp];",
-        *clear(s),
+        *[f"mov.b32 acc{e}, 0;" for e in range(12 * s.tiles)],
+        *[f"mov.b32 q{e}, 0;" for e in range(2 * s.tiles)],
+        *split(12),
+        *_multiply(s),
     ]
-    return [*lines, *split(0), *multiply(s, 0), *squares(s, 0), *_share(s), *_store(s)]
+    for word in range(8 * s.tiles):
+        lines += squares(f"h{word}", f"q{word // 4}")
+    return [*lines, *_share(s), *_store(s)]
+
+
+def _load_fn(s: Split) -> list[str]:
+    """Eight columns a thread of three rows of fn."""
+    lines = []
+    for n in range(3):
+        for half in range(2):
+            names = vector("f", 8 * n + 4 * half)
+            lines.append(f"ld.global.nc.v4.b32 {names}, [fp+{4 * (8 * n * s.k + 4 * half)}];")
+    return lines
+
+
+def _load_streams(s: Split) -> list[str]:
+    """Eight columns a thread of two rows of h a tile."""
+    load = "ld.global.nc.L1::no_allocate.v4.b32"
+    return [f"{load} {vector('h', 4 * j)}, [hp{j}];" for j in range(2 * s.tiles)]
+
+
+def _multiply(s: Split) -> list[str]:
+    lines = []
+    for part in (2, 1, 0):
+        for deep in range(2):
+            for tile in range(s.tiles):
+                first = 8 * tile + 2 * deep
+                left = f"{{h{first},h{first + 4},h{first + 1},h{first + 5}}}"
+                for n in range(3):
+                    b = 12 * part + 4 * n + 2 * deep
+                    out = vector("acc", 12 * tile + 4 * n)
+                    lines.append(
+                        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+                        f" {out}, {left}, {{w{b},w{b + 1}}}, {out};"
+                    )
+    return lines
 
 
 def _share(s: Split) -> list[str]:
@@ -129,8 +154,7 @@ def _share(s: Split) -> list[str]:
         for n in range(3):
             first = 12 * (j // 2) + 4 * n + 2 * (j % 2)
             lines.append(f"st.shared.v2.b32 [b+{at + 32 * n}], {{acc{first},acc{first + 1}}};")
-        for step in (1, 2):
-            lines += [f"shfl.sync.bfly.b32 t, q{j}, {step}, 31, 0xffffffff; add.f32 q{j}, q{j}, t;"]
+        lines += add_quads(f"q{j}")
         lines.append(f"@p st.shared.b32 [a+{at + 4 * MIXES}], q{j};")
     return [*lines, f"barrier.sync {BARRIER}, {THREADS};"]
 

@@ -1,5 +1,6 @@
 """The hyper-connection kernels' own PTX on a host machine, against float64 and themselves."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -7,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mhc import coefficients_ptx, fused_ptx, kernel_sm90, op, ref, split_ptx
+from pallas_kernels.mhc import fused_ptx, kernel_sm90, op, ref, split_ptx
 from pallas_kernels.mhc.cases import PARTS, Case, checks, problem
-from pallas_kernels.mhc.coefficients_ptx import THREADS, Mix
 from pallas_kernels.mhc.fused_ptx import Fused
 from pallas_kernels.mhc.split_ptx import Split
 from pallas_kernels.norm import rms_norm
@@ -49,12 +49,18 @@ def approximate(f):
     return run
 
 
+FLOATS = {
+    "fma": fused_multiply_add,
+    "rcp": approximate(lambda x: 1 / x),
+    "rsqrt": approximate(lambda x: x**-0.5),
+    "ex2": approximate(np.exp2),
+}
+
+
 @pytest.fixture(autouse=True)
 def float_operations(monkeypatch):
-    monkeypatch.setitem(OPERATIONS, "fma", fused_multiply_add)
-    monkeypatch.setitem(OPERATIONS, "rcp", approximate(lambda x: 1 / x))
-    monkeypatch.setitem(OPERATIONS, "rsqrt", approximate(lambda x: x**-0.5))
-    monkeypatch.setitem(OPERATIONS, "ex2", approximate(np.exp2))
+    for name, function in FLOATS.items():
+        monkeypatch.setitem(OPERATIONS, name, function)
 
 
 @pytest.fixture(autouse=True)
@@ -170,30 +176,6 @@ def run_split(s: Split, arrays, machine=Cluster) -> list[np.ndarray]:
     return [read(memory, out) for out in outs]
 
 
-def run_mix(s: Mix | Split, arrays, machine=Cluster) -> list[np.ndarray]:
-    if isinstance(s, Split):
-        return run_split(s, arrays, machine)
-    memory = Guarded(1 << 23)
-    at = [memory.place(np.asarray(a)) for a in arrays]
-    outs = place_outputs(memory, *((s.rows, n, np.float32) for n in (4, 4, 16)))
-    lines = coefficients_ptx.program(s)
-    for tile in range(-(-s.rows // s.tile)):
-        operands = [*at, *map(row_address, outs), 0, tile]
-        machine(
-            lines,
-            memory,
-            threads=THREADS,
-            shared=4 * s.words,
-            operands=lambda rank, operands=operands: [*operands, rank],
-            blocks=s.cluster,
-        ).run()
-    return [read(memory, out) for out in outs]
-
-
-def mix(rows: int, tiles: int, cluster: int, k: int = 4096) -> Mix:
-    return Mix(rows, k, tiles, cluster, 20, EPS, NORM_EPS)
-
-
 def few(rows: int, tiles: int, k: int = 4096) -> Split:
     return Split(rows, k, tiles, 20, EPS, NORM_EPS)
 
@@ -204,79 +186,68 @@ def mix_inputs(rng, rows: int, k: int = 4096) -> list[np.ndarray]:
     return [h, fn, *(rng.standard_normal(n).astype(np.float32) for n in (24, 3))]
 
 
-@pytest.mark.parametrize(
-    "s",
-    [few(1, 1), few(3, 2, 8192), mix(3, 1, 8, 8192), mix(33, 2, 4), mix(49, 4, 1, 8192)],
-    ids=str,
-)
-def test_coefficients_equal_float64(s, rng):
-    arrays = mix_inputs(rng, s.rows, s.k)
+def coefficients_close(arrays, results) -> None:
     h, fn, base, scale = (a.astype(np.float64) for a in arrays)
     mixes = h @ fn.T / np.sqrt((h**2).mean(-1, keepdims=True) + NORM_EPS)
     want = oracle_split(mixes, base, scale, 4)
-    for got, value in zip(run_mix(s, arrays), want, strict=True):
+    for got, value in zip(results, want, strict=True):
         assert np.abs(got - value.reshape(got.shape)).max() <= 10 * F32_REL
 
 
-@pytest.mark.parametrize(
-    ("many", "alone"),
-    [
-        (few(20, 2), [few(1, 1), few(1, 4)]),
-        (mix(20, 2, 2), [mix(1, 1, 16), mix(1, 4, 4)]),
-    ],
-    ids=["two launches", "one"],
-)
-def test_coefficients_rows_have_the_same_bits_in_any_launch(many, alone, rng):
-    """Whatever the tile, the cluster and the other rows, of which one is NaN."""
+@pytest.mark.parametrize("s", [few(1, 1), few(3, 2, 8192)], ids=str)
+def test_coefficients_equal_float64(s, rng):
+    arrays = mix_inputs(rng, s.rows, s.k)
+    coefficients_close(arrays, run_split(s, arrays))
+
+
+def test_coefficients_of_few_rows_have_the_same_bits_in_any_launch(rng):
+    """Whatever the tile and the other rows, of which one is NaN."""
     arrays = mix_inputs(rng, 20)
     arrays[0][3] = np.nan
-    many = run_mix(many, arrays)
-    for s in alone:
-        for got, want in zip(run_mix(s, [arrays[0][18:19], *arrays[1:]]), many, strict=True):
+    wide = run_split(few(20, 2), arrays)
+    for s in (few(1, 1), few(1, 4)):
+        for got, want in zip(run_split(s, [arrays[0][18:19], *arrays[1:]]), wide, strict=True):
             assert got.tobytes() == want[18:19].tobytes()
-    for value in many:
+    for value in wide:
         assert np.isnan(value[3]).all() and not np.isnan(np.delete(value, 3, 0)).any()
 
 
-@pytest.mark.parametrize(
-    "s",
-    [
-        few(2, 1),
-        mix(17, 2, 4),
-        pytest.param(few(3, 1), marks=pytest.mark.slow),
-        pytest.param(mix(2, 1, 16, 8192), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_coefficients_warps_in_any_order(s, rng):
+@pytest.mark.parametrize("s", [few(2, 1), pytest.param(few(3, 1), marks=pytest.mark.slow)], ids=str)
+def test_coefficients_of_few_rows_with_warps_in_any_order(s, rng):
     arrays = mix_inputs(rng, s.rows, s.k)
-    strict = run_mix(s, arrays, partial(Strict, seed=1))
-    for got, want in zip(strict, run_mix(s, arrays), strict=True):
+    strict = run_split(s, arrays, partial(Strict, seed=1))
+    for got, want in zip(strict, run_split(s, arrays), strict=True):
         assert got.tobytes() == want.tobytes()
 
 
-@pytest.mark.parametrize("s", [few(1, 1), mix(1, 1, 16)], ids=str)
-def test_products_keep_all_bits_of_fn(s):
+def keeps_all_bits_of_fn(run: Callable) -> None:
     """A product of one column is fn itself: units of 2^-23, which two bf16 numbers do not hold."""
     h, fn = np.zeros((1, 4096)), np.zeros((24, 4096), np.float32)
     h[0, 1234] = 1
     fn[:, 1234] = 1 + 2.0**-9 + np.arange(24) * 2.0**-23  # bits of all three bf16 numbers
     scale, base = np.ones(3, np.float32), np.full(24, -64.125, np.float32)
-    _, post, _ = run_mix(s, [h.astype(BF16), fn, base, scale])
+    _, post, _ = run([h.astype(BF16), fn, base, scale])
     # Mixes 64 fn - 64.125 are about 0, where a sigmoid rises by 1/4.
     step = 2 * 0.25 * 64 * 2.0**-23
     assert np.abs(np.diff(post[0]) - step).max() <= step / 8
 
 
-@pytest.mark.parametrize("s", [few(2, 1), mix(2, 1, 16)], ids=str)
-def test_zero_streams_and_extreme_mixes(s):
+def takes_zero_streams_and_extreme_mixes(run: Callable) -> None:
     h, fn = np.zeros((2, 4096)), np.zeros((24, 4096), np.float32)
     h[1, 0], fn[:, 0] = 1, 5 * np.where(np.arange(24) % 2, 1, -1)  # mixes of 320
     arrays = [h.astype(BF16), fn, np.zeros(24, np.float32), np.ones(3, np.float32)]
-    pre, post, comb = run_mix(s, arrays)
+    pre, post, comb = run(arrays)
     assert np.abs(pre - [[0.5 + EPS] * 4, [EPS, 1 + EPS] * 2]).max() <= F32_REL
     assert np.abs(post - [[1] * 4, [0, 2] * 2]).max() <= F32_REL
     assert np.abs(comb.reshape(2, 4, 4).sum(1) - 1).max() <= 4 * EPS
+
+
+def test_products_of_few_rows_keep_all_bits_of_fn():
+    keeps_all_bits_of_fn(partial(run_split, few(1, 1)))
+
+
+def test_few_zero_streams_and_extreme_mixes():
+    takes_zero_streams_and_extreme_mixes(partial(run_split, few(2, 1)))
 
 
 def test_fused_reference_is_the_chain(rng):
@@ -288,13 +259,6 @@ def test_fused_reference_is_the_chain(rng):
     x = op.build_collapse("reference")(want, pre)
     assert jnp.array_equal(streams, want)
     assert jnp.array_equal(normed, rms_norm(x, weight, NORM_EPS))
-
-
-def test_every_row_count_has_a_launch():
-    for rows in (1, 16, 17, 32, 33, 128, 129, 256, 512, 1024, 2048, 4096, 4097, 32768):
-        s = kernel_sm90.tuned(rows, 20480, iters=20, eps=EPS, norm_eps=NORM_EPS)
-        assert 4 * (s.sum_words if isinstance(s, Split) else s.words) <= 226 * 1024
-        assert isinstance(s, Split) or -(-rows // s.tile) * s.cluster <= 128 or rows > 8192
 
 
 def test_bad_arguments_name_the_value():
