@@ -32,7 +32,7 @@ from pallas_kernels.numerics import SERVING
 HBM_GBPS = 4300.0  # device-to-device copy, measured on an H200
 BF16_TFLOPS = 790.0  # 8192^3 product, measured on an H200
 BASELINES = Path(__file__).parent / "baselines"
-IMPLS = ("pallas", "xla")
+IMPLS = ("pallas", "xla", "triton")  # the last for ops whose cases have ``TRITON``
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,8 @@ def measure(
     op: str, case: Any, impl: str, seed: int, commit: str, alone: Callable
 ) -> tuple[Row, dict[str, float]] | None:
     module = importlib.import_module(f"pallas_kernels.{op}.cases")
+    if impl == "triton" and not hasattr(module, "TRITON"):
+        return None
     with alone():
         problem = module.problem(case, impl, seed)
     if problem is None:
@@ -178,6 +180,10 @@ def run(
                     yield result
 
 
+def has_triton() -> bool:
+    return importlib.util.find_spec("jax_triton") is not None
+
+
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__)
     parser.add_argument("ops", nargs="+", metavar="OP")
@@ -205,9 +211,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
             importlib.import_module(f"pallas_kernels.{op}.cases"), "problem"
         ):
             parser.error(f"op {op!r} has no cases to time")
-    if "pallas" in (args.impl or ()) and not on_hopper():
-        parser.error("--impl pallas needs an sm_90 GPU")
-    args.impl = args.impl or ["xla", *(["pallas"] if on_hopper() else [])]
+    named, hopper, triton = args.impl or (), on_hopper(), has_triton()
+    if not hopper and {"pallas", "triton"} & {*named}:
+        parser.error(f"--impl {' '.join(named)} needs an sm_90 GPU")
+    if "triton" in named and not triton:
+        parser.error("--impl triton needs jax-triton, which the extra cuda13 installs")
+    every = {"xla": True, "pallas": hopper, "triton": hopper and triton}
+    args.impl = named or [impl for impl, runs in every.items() if runs]
     return args
 
 

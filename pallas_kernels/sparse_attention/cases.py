@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.bench import Problem
+from pallas_kernels.bench import Problem, has_triton
 from pallas_kernels.check import (
     DRAWN,
     Check,
@@ -23,6 +23,7 @@ from pallas_kernels.check import (
     take,
 )
 from pallas_kernels.check.bounds import ATTENTION_ANGLE, ATTENTION_REL
+from pallas_kernels.dispatch import on_hopper
 from pallas_kernels.numerics import SERVING
 from pallas_kernels.paging import take_entries
 from pallas_kernels.quant.storage import LatentRows, WindowRows, words_of
@@ -178,11 +179,18 @@ def xla_path(
     return rotate(out, cos[:, :, None], sin[:, :, None], inverse=True)
 
 
+TRITON = True  # a kernel to compare with
+
+
 def problem(case: Case, impl: str, seed: int) -> Problem:
     if impl == "pallas":
         from pallas_kernels.sparse_attention import kernel_sm90
 
         run = partial(kernel_sm90.sparse_attention, window_size=case.window, numerics=SERVING)
+    elif impl == "triton":
+        from pallas_kernels.sparse_attention import triton_path
+
+        run = partial(triton_path.sparse_attention, window_size=case.window)
     else:
         run = partial(xla_path, window_size=case.window)
 
@@ -206,7 +214,7 @@ def problem(case: Case, impl: str, seed: int) -> Problem:
         data=data,
         nbytes=float(case.requests * stored + 4 * q.size),
         flops=4.0 * rows * case.heads * case.width * slots,
-        executions={"pallas": 4 if many else 32, "xla": 1 if many else 4}[impl],
+        executions=(1 if many else 4) if impl == "xla" else (4 if many else 32),
     )
 
 
@@ -305,6 +313,11 @@ def checks(
     yield near("drawn rows, relative error", some, want, ATTENTION_REL)
     yield aligned("drawn rows, 1 - cosine", some, want, ATTENTION_ANGLE)
     yield same("another run", program(*arguments), got)
+    if on_hopper() and has_triton():
+        from pallas_kernels.sparse_attention import triton_path
+
+        other = jax.jit(partial(triton_path.sparse_attention, window_size=case.window))
+        yield near("the Triton kernel to compare with", other(*arguments), got, ATTENTION_REL)
     if ring:
         stored = _in_rings(case, arguments)
         from_rings = Program(partial(ring, **options), *stored)(*stored)
