@@ -21,6 +21,7 @@ from dsv41_jax.tokenizer import Tokenizer, token_map
 from dsv41_jax.training.card import write_card
 from dsv41_jax.training.data import Corpus
 from dsv41_jax.training.export import export
+from dsv41_jax.training.ngram import held_out_nats
 from dsv41_jax.training.optimiser import Recipe
 from dsv41_jax.training.run import Options, Run
 
@@ -73,7 +74,9 @@ def _train(arguments: argparse.Namespace) -> None:
     if not run.train():
         progress_line(f"stopped at step {int(run.state.step)}; --resume goes on")
         return
-    run.record |= {"held_out": run.evaluate(), "device": jax.devices()[0].device_kind}
+    held_out = run.evaluate()
+    held_out["ngram_perplexity"] = float(np.exp(held_out_nats(corpus, cfg.vocab_size).mean()))
+    run.record |= {"held_out": held_out, "device": jax.devices()[0].device_kind}
     run.finish()
     released = arguments.out / "released"
     export(run.state.values, cfg, released, tokenizer_file)

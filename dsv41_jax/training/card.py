@@ -40,7 +40,8 @@ caches as the checkpoint stores them. Losses in nats:
 {curve}
 
 Held-out text, {measured:,} tokens in sequences of {rows}: perplexity {plain:.3f} with float32
-weights, {rounded_perplexity:.3f} with weights and caches as released.
+weights, {rounded_perplexity:.3f} with weights and caches as released. A 5-gram model of the same
+training tokens has {ngram:.3f} on all of the held-out ones.
 
 ## Limits
 Trained on sequences of {rows} tokens; longer contexts are untested. English technical text only; no
@@ -87,6 +88,7 @@ def model_card(
         "measured": held_out["tokens"],
         "plain": held_out["plain_perplexity"],
         "rounded_perplexity": held_out["rounded_perplexity"],
+        "ngram": held_out["ngram_perplexity"],
     }
     recipe = {key: record["recipe"][key] for key in ("peak", "dense", "rounded")}
     return _TEXT.format(

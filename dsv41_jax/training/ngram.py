@@ -91,10 +91,14 @@ def main(argv: list[str] | None = None) -> int:
     return exit_status(lambda: _report(arguments))
 
 
+def held_out_nats(corpus: Corpus, vocab_size: int, longest: int = 5) -> np.ndarray:
+    """Negative log likelihood float64 of each held-out token but the first ``longest`` - 1."""
+    return KneserNey(corpus.train, vocab_size, longest).nats(corpus.held_out)
+
+
 def _report(arguments: argparse.Namespace) -> None:
     corpus = Corpus.load(arguments.data, arguments.vocab_size)
-    model = KneserNey(corpus.train, arguments.vocab_size, arguments.longest)
-    nats = model.nats(corpus.held_out)
+    nats = held_out_nats(corpus, arguments.vocab_size, arguments.longest)
     mean, error = nats.mean(), nats.std() / np.sqrt(nats.size)
     print(
         f"{arguments.longest}-gram  tokens {nats.size}  mean nll {mean:.4f} +- {error:.4f} nats  "

@@ -29,12 +29,23 @@ def split_mixes(
 
 
 def sinkhorn(comb: Array, *, iters: int, eps: float) -> Array:
-    comb = jax.nn.softmax(comb, axis=-1) + eps
-    comb = comb / (jnp.sum(comb, axis=-2, keepdims=True) + eps)
-    for _ in range(iters - 1):
-        comb = comb / (jnp.sum(comb, axis=-1, keepdims=True) + eps)
-        comb = comb / (jnp.sum(comb, axis=-2, keepdims=True) + eps)
-    return comb
+    def columns(comb: Array) -> Array:
+        return comb / (_sum(comb, -2) + eps)
+
+    def once(_: int, comb: Array) -> Array:
+        return columns(comb / (_sum(comb, -1) + eps))
+
+    comb = columns(jax.nn.softmax(comb, axis=-1) + eps)
+    # Unrolled, twenty iterations at every site would be half of a program's instructions.
+    return jax.lax.fori_loop(0, iters - 1, once, comb)
+
+
+def _sum(x: Array, axis: int) -> Array:
+    """In one order, whatever the compiler makes of a reduction; the axis is kept."""
+    first, *rest = jnp.split(x, x.shape[axis], axis)
+    for part in rest:
+        first = first + part
+    return first
 
 
 def collapse(h: Array, pre: Array) -> Array:

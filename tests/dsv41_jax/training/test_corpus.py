@@ -113,14 +113,17 @@ def test_the_card_says_what_was_done(mini):
         "steps": 100, "tokens_a_step": 16384, "rows": 2048, "seconds": 90.0, "device": "some GPU",
         "recipe": {"peak": 0.003, "dense": 0.2, "rounded": 0.15},
         "log": [{"step": step, **losses} for step in range(1, 101)],
-        "held_out": {"tokens": 5000, "plain_perplexity": 20.0, "rounded_perplexity": 20.25},
+        "held_out": {
+            "tokens": 5000, "plain_perplexity": 20.0, "rounded_perplexity": 20.25,
+            "ngram_perplexity": 40.5,
+        },
     }  # fmt: skip
     source = {"package": "made-up", "version": "1.0", "licence": "MIT", "bytes": 2_500_000}
     tokens = {"train": 819200, "held_out": 7000}
     sources = {"tokens": tokens, "repeated_from": 120, "sources": [source]}
     text = model_card("mini", mini, record, sources)
     for words in (
-        "| made-up | 1.0 | MIT | 2.50 |", "perplexity 20.000", "20.250 with weights",
+        "| made-up | 1.0 | MIT | 2.50 |", "perplexity 20.000", "20.250 with weights", "has 40.500 on",
         "| 100 | 3.250 | 0.500 | 4.500 | 1.500 |", "1,638,400 tokens, 2.0 passes", "some GPU",
     ):  # fmt: skip
         assert words in text
