@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,20 +43,32 @@ IDS = np.random.default_rng(3).integers(0, TINY.vocab_size, T)
 DISCRETE = re.compile(r"indexer\.|gate\.bias")
 
 
+def drawn_by_numpy() -> Model:
+    """A random model; JAX would compile a program for every shape that it draws."""
+    rng = np.random.default_rng(0)
+
+    def normal(_key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.random, "normal", normal)
+        return Model(SMALL, numerics=FLOAT32, rngs=nnx.Rngs(0))
+
+
 class Problem:
     """A random linear function of backbone and draft outputs, and its gradient by name."""
 
     def __init__(self) -> None:
-        model = Model(SMALL, numerics=FLOAT32, rngs=nnx.Rngs(0))
+        model = drawn_by_numpy()
         model.set_token_map(np.arange(TINY.vocab_size))
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         paths = [path for path, _ in nnx.to_flat_state(params)]
         self.names = [".".join(map(str, path)) for path in paths]
         leaves, tree = jax.tree.flatten(params)
-        self.values = dict(zip(self.names, leaves, strict=True))
+        self.values = dict(zip(self.names, map(np.asarray, leaves), strict=True))
         for name, value in self.values.items():
             if name.endswith("gate.bias"):  # for the same reason
-                self.values[name] = jnp.arange(value.size, dtype=jnp.float32)
+                self.values[name] = np.arange(value.size, dtype=np.float32)
         rng = np.random.default_rng(0)
         shapes = ((1, T, SMALL.vocab_size), (1, 5, SMALL.vocab_size), (1, 5))
         mix = [jnp.asarray(rng.standard_normal(shape) / 50, jnp.float32) for shape in shapes]

@@ -202,7 +202,7 @@ def test_repeats_with_poisoned_slots_and_pages(engine, oracle):
 
 
 def test_without_replay_a_warm_turn_equals_the_cold_one(engines, oracle, grammars):
-    engine = engines.make(replay=False, prefill=((1, 64),))
+    engine = engines.make(replay=False, prefill=((SLOTS, WINDOW),))
     requests = [ask(prompt(16, 70), 8), ask(prompt(16, 100), 8), ask(prompt(17, 30), 8)]
     for _ in range(2):
         for sequence in run(engine, requests):

@@ -214,7 +214,7 @@ def test_events_carry_every_token_once_and_in_order(engine):
         (ask(prompt(0, 100), 29), "max_new_tokens"),
         (ask((1,), 4, stop_ids=tuple(range(9))), "stop_ids"),
         (ask((1,), 4, logit_bias=tuple((i, 1.0) for i in range(301))), "logit_bias"),
-        (Request((1,), 4, logprobs=5), "logprobs"),
+        (Request((1,), 4, logprobs=21), "logprobs"),
         (Request((1,), 4, prompt_logprobs=1), "prompt_logprobs"),
         (ask((512,), 4), "512"),
         (ask((), 4), "prompt"),

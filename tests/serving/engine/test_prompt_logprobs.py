@@ -6,6 +6,7 @@ import pytest
 from dsv41_jax.score import all_logits
 from tests.oracle import log_softmax
 from tests.serving.engine.support import (
+    OPTIONS,
     ask,
     assert_nothing_leaks,
     assert_oracle,
@@ -36,7 +37,7 @@ def assert_scores(sequence, logits: np.ndarray) -> None:
         assert abs(score.logprob - row[score.token_id]) < FP32_LOGITS_ABS
         ids, values = zip(*score.top, strict=True)
         np.testing.assert_allclose(values, row[list(ids)], rtol=0, atol=FP32_LOGITS_ABS)
-        assert len(ids) == 4 and values[0] >= row.max() - FP32_LOGITS_ABS
+        assert len(ids) == OPTIONS.logprobs and values[0] >= row.max() - FP32_LOGITS_ABS
 
 
 def scored(tokens, new: int = 3, **options):

@@ -1,6 +1,7 @@
 """The servers of these tests: one over the tiny model a session, and scripted ones."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -8,9 +9,9 @@ from dsv41_jax.config import Config
 from dsv41_jax.tokenizer import Tokenizer
 from serving.engine import Engine
 from serving.grammars import Grammars
-from serving.options import EngineOptions
 from serving.server.app import create_app
 from serving.server.chat import chat_format
+from tests.serving.engine.support import OPTIONS as ENGINE
 from tests.serving.server.support import NAME, OPTIONS, Served, scripted_engine, v41_tokenizer_json
 
 
@@ -19,9 +20,7 @@ def tiny_server(loaded, tiny_dir, grammars) -> Iterator[Served]:
     """A server over the tiny model in float32."""
     model, ops = loaded("float32")
     tokenizer = Tokenizer.from_dir(tiny_dir, model.cfg)
-    options = EngineOptions(
-        slots=4, pages=48, page_size=16, max_tokens=128, prefill=((1, 64),), decode=(4,)
-    )
+    options = replace(ENGINE, prefill=((1, 64),), prompt_logprobs=True)
     engine = Engine(model, ops, options, tokenizer, grammars=grammars)
     engine.warm_up()
     chat = chat_format(tiny_dir, model.cfg, tokenizer, "auto", NAME)

@@ -17,7 +17,7 @@ def server(tiny_server):
     yield tiny_server
     answer = tiny_server.post(COMPLETION, {"prompt": "still well", "max_tokens": 2})
     assert answer.status_code == 200
-    assert tiny_server.on_engine(idle_pages) == 48
+    assert tiny_server.on_engine(idle_pages) == tiny_server.engine.options.pages
 
 
 def refused(answer, status, param):

@@ -5,55 +5,42 @@ import pytest
 
 from dsv41_jax.errors import UserError
 from serving.engine import Engine
-from serving.options import EngineOptions
+from serving.programs import Programs
 from serving.request import Request
-from tests.serving.support import (
+from tests.serving.engine.support import (
+    OPTIONS,
     PAGE,
+    SLOTS,
     WINDOW,
-    decode_batch,
-    log_softmax,
-    request,
-    stacked,
-    trimmed,
+    ask,
+    assert_same,
+    run,
 )
+from tests.serving.support import log_softmax
 from tests.tolerances import ACROSS_BUCKETS_ABS, FP32_LOGITS_ABS, REPLAY_LOGITS_ABS
 
-PLACES, LONGEST, TOP = 3, 112, 8
+LONGEST, TOP = OPTIONS.max_tokens, OPTIONS.logprobs
 
 
 class Runs:
     """An engine whose ``generate`` gives the results of a batch."""
 
-    def __init__(self, loaded, replay: bool):
-        options = EngineOptions(
-            slots=PLACES,
-            pages=PLACES * LONGEST // PAGE,
-            page_size=PAGE,
-            max_tokens=LONGEST,
-            prefill=((PLACES, WINDOW),),
-            decode=(PLACES,),
-            replay=replay,
-            prefix_cache=False,
-            logprobs=TOP,
-            prompt_logprobs=False,
-            max_stop_ids=2,
-            max_bias_ids=1,
-        )
-        self.engine = Engine(*loaded("float32"), options)
-        self.engine.warm_up()
+    def __init__(self, engines, **options):
+        self.engine = engines.make(prefix_cache=False, **options)
 
     def generate(self, requests, on_token=None):
         return [sequence.result for sequence in self.engine.run(requests, on_token)]
 
 
 @pytest.fixture(scope="module")
-def runner(loaded):
-    return Runs(loaded, replay=True)
+def runner(engines):
+    return Runs(engines)
 
 
 @pytest.fixture(scope="module")
-def exact_runner(loaded):
-    return Runs(loaded, replay=False)
+def exact_runner(engines):
+    """Chunks of several requests at once, every row through every layer."""
+    return Runs(engines, replay=False, prefill=((SLOTS, WINDOW),))
 
 
 @pytest.fixture
@@ -63,7 +50,7 @@ def idle(runner):
     before = engine.compiles.count
     yield runner
     engine.check()
-    assert engine.ranks[0].pool.free == engine.ranks[0].pool.pages == PLACES * LONGEST // PAGE
+    assert engine.ranks[0].pool.free == engine.ranks[0].pool.pages == OPTIONS.pages
     assert engine.compiles.count == before
 
 
@@ -122,7 +109,7 @@ def random_requests(rng, count):
 def test_random_traffic_equals_solo_runs_and_compiles_nothing(idle):
     rng = np.random.default_rng(4)
     for _ in range(6):
-        requests = random_requests(rng, rng.integers(1, PLACES + 1))
+        requests = random_requests(rng, rng.integers(1, SLOTS + 1))
         together = idle.generate(requests)
         for request_, result in zip(requests, together, strict=True):
             alone = idle.generate([request_])[0]
@@ -132,23 +119,26 @@ def test_random_traffic_equals_solo_runs_and_compiles_nothing(idle):
             np.testing.assert_allclose(got, want, rtol=0, atol=ACROSS_BUCKETS_ABS)
 
 
-@pytest.fixture(scope="module")
-def solo_steps(bench, tokens):
-    """Four steps after 37 tokens by the bench's programs: four places, other chunks."""
-    prompt = trimmed(request(tokens[:37], 0))
-    cache, first = bench.prompt(bench.new_cache(), [prompt])
-    _, rest = bench.greedy(cache, decode_batch([prompt]), 3)
-    return stacked([first.place(0), *(rest.place((k, 0)) for k in range(3))])
+def test_another_batch_size_gives_the_same(engines, engine, tokens, monkeypatch):
+    """Two of four requests once more, in decode steps of two."""
+    asked = [ask(tokens[n : 2 * n], 5) for n in (37, 48, 9, 20)]
+    together = run(engine, asked)
+    pair, call, sizes = engines.make(decode=(2, SLOTS)), Programs.__call__, set()
 
+    def watch(programs, name, bucket, cache, *inputs):
+        if name == "decode":
+            sizes.add(bucket.requests)
+        return call(programs, name, bucket, cache, *inputs)
 
-def test_another_batch_size_gives_the_same(solo_steps, idle, tokens):
-    others = [tuple(tokens[k : k + n].tolist()) for k, n in ((7, 64), (3, 9))]
-    prompts = [others[0], tuple(tokens[:37].tolist()), others[1]]
-    result = idle.generate([Request(prompt, 4) for prompt in prompts])[1]
-    assert result.token_ids == solo_steps.token.tolist()
-    got = np.array([[value for _, value in token.top] for token in result.logprobs])
-    want = np.sort(solo_steps.logprobs)[:, ::-1][:, :TOP]
-    np.testing.assert_allclose(got, want, rtol=0, atol=ACROSS_BUCKETS_ABS)
+    monkeypatch.setattr(Programs, "__call__", watch)
+    for got, want in zip(run(pair, asked[:2]), together, strict=False):
+        assert_same(got.result, want.result)
+        a, b = (
+            np.array([[value for _, value in token.top] for token in sequence.result.logprobs])
+            for sequence in (got, want)
+        )
+        np.testing.assert_allclose(a, b, rtol=0, atol=ACROSS_BUCKETS_ABS)
+    assert sizes == {2}
 
 
 def test_tokens_arrive_in_order_and_as_they_are_read(idle, tokens):
@@ -184,8 +174,8 @@ def test_the_longest_request_that_fits(idle, tokens):
 @pytest.mark.parametrize(
     ("requests", "words"),
     [
-        ([Request((1,), LONGEST)], f"must be at most {LONGEST}"),
-        ([Request((1,), 1, stop_ids=(1, 2, 3))], "stop_ids: 3 must be at most 2"),
+        ([Request((1,), LONGEST)], f"must fit max_position_embeddings={LONGEST}"),
+        ([Request((1,), 1, stop_ids=tuple(range(9)))], "stop_ids: 9 must be at most 8"),
         ([Request((1,), 1), Request((512,), 1)], "token id 512"),
     ],
     ids=["too long", "stop ids", "bad id"],
@@ -206,9 +196,9 @@ def test_pages_come_back_when_the_reader_fails(idle, tokens):
     assert idle.generate([prompt])[0].token_ids == want
 
 
-def test_capacity_and_array_extent_are_one_number(runner):
-    engine = runner.engine
-    assert engine.ranks[0].pool.pages == engine.options.pages
+def test_capacity_and_array_extent_are_one_number(engines):
+    engine = Engine(engines.model, engines.ops, OPTIONS)
+    assert engine.ranks[0].pool.pages == OPTIONS.pages
     for owner, pool in engine.executor.cache.pools.items():
         ratio = engine.cfg.compress_ratios[owner]
         assert pool.latents.values.shape[:2] == (engine.ranks[0].pool.pages, PAGE // ratio)
