@@ -53,6 +53,19 @@ class Projections(nnx.Module):
         q = ops.linear(qr, self.wq_b())
         return qr, q.reshape(*q.shape[:-1], -1, self.head_dim)
 
+    def inputs(self, ops: Ops, x: Array) -> tuple[Array, Array]:
+        """Low-rank queries [B, T, Q] before their norm, and window projections [B, T, K]."""
+        return ops.linears(x, (self.wq_a(), self.wkv()))
+
+    def heads(self, ops: Ops, low: Array, *others: Weight) -> tuple[Array, ...]:
+        """Per-head queries as ``queries`` gives them, of low-rank ones before their norm, and what
+        other weights make of those behind it.
+        """
+        weights = (self.wq_b(), *(weight() for weight in others))
+        norm = self.q_norm
+        q, *more = ops.normed_linears(low, norm.weight.get_value(), weights, eps=norm.eps)
+        return q.reshape(*q.shape[:-1], -1, self.head_dim), *more
+
     def window_job(self, k: Array, at: Angles, slot: Array, ring: Ring, *, emit: bool) -> Window:
         """Projections k [B, T, K] to norm, rotate and store in the rings of ``slot``."""
         weight = self.kv_norm.weight.get_value()
@@ -60,7 +73,11 @@ class Projections(nnx.Module):
 
     def window_rows(self, ops: Ops, x: Array, at: Angles) -> StoredRows:
         """Window rows [B, T] of x at the angles ``at``, as the cache stores them."""
-        k = rotate(self.kv_norm(ops.linear(x, self.wkv())), at.cos, at.sin)
+        return self.stored(ops, ops.linear(x, self.wkv()), at)
+
+    def stored(self, ops: Ops, k: Array, at: Angles) -> StoredRows:
+        """``window_rows`` of window projections k [B, T, K]."""
+        k = rotate(self.kv_norm(k), at.cos, at.sin)
         return row_types(ops.numerics).window.encode(k)
 
     def output(self, ops: Ops, o: Array) -> Array:
@@ -93,8 +110,10 @@ class Attention(Projections):
         the layers after it.
         """
         at = angles(self.cfg, self.layer.ratio, rows.position)
-        qr, q = self.queries(ops, x)
-        window, cache = self._store(ops, x, at, rows, cache)
+        low, k = self.inputs(ops, x)
+        indexers = (self.indexer.wq_b,) if self.layer.selects else ()
+        q, *index_q = self.heads(ops, low, *indexers)
+        window, cache = self._store(ops, x, k, at, rows, cache)
         latents, entries = None, None
         if self.layer.kv_source is not None:
             pool = cache.pools[self.layer.kv_source]
@@ -102,7 +121,7 @@ class Attention(Projections):
                 visible = (rows.position + 1) // self.layer.ratio
                 candidates = None if selection is None else selection.candidates
                 selection = self.indexer.select(
-                    ops, x, qr, at, pool.keys, rows.page_table, visible, candidates
+                    ops, x, index_q[0], at, pool.keys, rows.page_table, visible, candidates
                 )
             assert selection is not None
             latents, entries = pool.latents, selection.entries
@@ -128,12 +147,11 @@ class Attention(Projections):
         return size < self.window_size - 1 + rows.tokens.shape[1]
 
     def _store(
-        self, ops: Ops, x: Array, at: Angles, rows: Rows, cache: Cache
+        self, ops: Ops, x: Array, k: Array, at: Angles, rows: Rows, cache: Cache
     ) -> tuple[tuple, Cache]:
         """The window as the chunk's attention takes it, and the cache with the chunk's rows."""
         index, long = self.layer.index, self._long(rows, cache)
-        ring, k = cache.windows[index], ops.linear(x, self.wkv())
-        chunk = Chunk(rows.start, rows.length)
+        ring, chunk = cache.windows[index], Chunk(rows.start, rows.length)
         before, exists, paged, keys = None, None, None, None
         if long:
             # The ring is read before it is written, or XLA copies it.

@@ -38,9 +38,9 @@ class Compressor(nnx.Module):
         """
         if pairs is None:
             return Projected(ops.linear(x, self.wkv())), None
-        uv = [ops.linear(x, w(), out_dtype=jnp.float32) for w in (self.wkv, self.wgate)]
+        both = ops.linears(x, (self.wkv(), self.wgate()), out_dtype=jnp.float32)
         before, _ = pairs.tail(rows.slot, rows.start, 1)
-        before, (u, g) = jax.lax.optimization_barrier((before, uv))
+        before, (u, g) = jax.lax.optimization_barrier((before, both))
         before_u, before_g = (row[:, 0] for row in before)
         after = pairs.write((u, g), rows.slot, rows.position, rows.live)
         return Pairs(u, g, before_u, before_g), after

@@ -136,13 +136,15 @@ class DraftStage(Sublayers):
         size, n = self.attn.window_size, x.shape[1]
         at = angles(self.cfg, 0, start[:, None] + jnp.arange(n))
         before, exists = ring.tail(slot, start, size)
-        own = self.attn.window_rows(ops, x, at)
+        low, k = self.attn.inputs(ops, x)
+        own = self.attn.stored(ops, k, at)
         seen = exists & (start[:, None] + jnp.arange(-size, 0) >= floor[:, None])
         kv = jnp.concatenate([rows.decode(ops.numerics.dtype) for rows in (before, own)], axis=1)
         valid = jnp.concatenate([seen, jnp.ones((x.shape[0], n), bool)], axis=1)
         lists = (jnp.broadcast_to(a[:, None], (a.shape[0], n, *a.shape[1:])) for a in (kv, valid))
         cos, sin = at.cos[:, :, None], at.sin[:, :, None]
-        q = rotate(self.attn.queries(ops, x)[1], cos, sin)
+        (q,) = self.attn.heads(ops, low)
+        q = rotate(q, cos, sin)
         o = ops.list_attention(q, *lists, self.attn.attn_sink.get_value())
         return self.attn.output(ops, rotate(o, cos, sin, inverse=True))
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from dsv41_jax.engram_hash import HashConstants, hash_rows_host
@@ -70,6 +71,15 @@ class RowBuffers:
             np.zeros((most, width // 32), np.uint8),
             np.zeros((requests, rows, columns), np.int32),
         )
+
+    def part(self, index: int, count: int) -> "RowBuffers":
+        """A view of one of ``count`` equal parts, in which places count from 0."""
+
+        def cut(plane: np.ndarray) -> np.ndarray:
+            size = len(plane) // count
+            return plane[index * size : (index + 1) * size]
+
+        return RowBuffers(cut(self.codes), cut(self.scales), cut(self.places))
 
 
 class HostTable:
@@ -141,6 +151,12 @@ class HostTables:
         self.tables = {layer: HostTable(tables[layer]) for layer in sorted(tables)}
         self.constants, self.token_map, self.pad = dict(constants), token_map, pad
         self.pool = ThreadPoolExecutor(threads or default_threads(), "engram")
+
+    @staticmethod
+    def held_by(model: Model) -> bool:
+        """Whether a model has tables on the host."""
+        tables = [block.engram.embed() for block in model.layers if block.layer.engram]
+        return any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tables))
 
     @classmethod
     def of(cls, model: Model, *, threads: int | None = None) -> "HostTables":

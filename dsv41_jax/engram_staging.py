@@ -3,6 +3,7 @@ them.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -29,11 +30,14 @@ class Staging:
     ``start(rows)`` begins to gather and copy the rows of a forward, ``take()`` gives those of the
     oldest forward started; in between other programs may run. The arrays of a ``take`` are good
     until the next one and keep their addresses, so that a recorded program need not be recorded
-    again. device: where they lie (also a sharding), by default the first device.
+    again. device: where they lie (also a sharding), by default the first device. ranks: data ranks
+    that have an equal part of the requests each, and of the rows, in which their places count.
     """
 
-    def __init__(self, host: HostTables, requests: int, rows: int, *, device: Any = None):
-        self.host, self.device = host, device or jax.devices()[0]
+    def __init__(
+        self, host: HostTables, requests: int, rows: int, *, ranks: int = 1, device: Any = None
+    ):
+        self.host, self.ranks, self.device = host, ranks, device or jax.devices()[0]
         self.shape = requests, rows
         self._slots = [self._buffers() for _ in range(AHEAD)]
         self._free: list[Array | None] = [None] * AHEAD
@@ -78,8 +82,11 @@ class Staging:
         """On the worker: wait until the buffers' last content has arrived, then fill them."""
         if self._free[slot] is not None:
             jax.block_until_ready(self._free[slot])
-        for layer, buffers in self._slots[slot].items():
-            self.host.gather(layer, rows, buffers)
+        size = self.shape[0] // self.ranks
+        for rank in range(self.ranks):
+            own = jax.tree.map(lambda leaf, at=rank * size: leaf[at : at + size], rows)
+            for layer, buffers in self._slots[slot].items():
+                self.host.gather(layer, own, buffers.part(rank, self.ranks))
         return self._on_device(slot)
 
     def _on_device(self, slot: int) -> Staged:
@@ -94,22 +101,38 @@ class StagedParameters:
 
     def __init__(self, params: nnx.State, staging: Staging):
         self.staging = staging
-        self.params = jax.tree.map(lambda leaf: leaf, params)
+        self.params = with_tables(params, staging.arrays)
         flat = dict(nnx.to_flat_state(self.params))
-        self._leaves = {
-            layer: flat["layers", layer, "engram", "embed", "weight"]
-            for layer in staging.host.tables
-        }
-        self._show(staging.arrays)
+        self._leaves = {layer: flat[table_path(layer)] for layer in staging.host.tables}
 
     def take(self) -> nnx.State:
         """The parameters for the oldest forward that ``staging`` has started."""
-        self._show(self.staging.take())
-        return self.params
-
-    def _show(self, staged: Staged) -> None:
+        staged = self.staging.take()
         for layer, leaf in self._leaves.items():
             leaf.set_value(staged[layer])
+        return self.params
+
+
+def table_path(layer: int) -> tuple[str | int, ...]:
+    """Of a layer's table among the parameters of a model."""
+    return "layers", layer, "engram", "embed", "weight"
+
+
+def with_tables(params: nnx.State, tables: Mapping[int, Any]) -> nnx.State:
+    """The parameters with other values in place of the Engram tables of some layers."""
+    copied = jax.tree.map(lambda leaf: leaf, params)
+    flat = dict(nnx.to_flat_state(copied))
+    for layer, table in tables.items():
+        flat[table_path(layer)].set_value(table)
+    return copied
+
+
+def blank_rows(host: HostTables, requests: int, rows: int) -> Staged:
+    """Host arrays of the shapes that rows of such a forward have."""
+    return {
+        layer: _staged(RowBuffers.empty(requests, rows, host.columns(layer), table.width))
+        for layer, table in host.tables.items()
+    }
 
 
 def _staged(buffers: RowBuffers) -> StagedRows:

@@ -18,8 +18,8 @@ from dsv41_jax.weights import Norm, Weight
 from pallas_kernels.compress.store import Keys
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.paging import entries_per_page
-from pallas_kernels.quant import Fp4Rows, Fp8Blocks
-from pallas_kernels.quant.storage import StoredRows
+from pallas_kernels.quant import Fp8Blocks
+from pallas_kernels.quant.storage import StoredRows, row_types
 from pallas_kernels.rotate import rotate
 
 SCORE_BYTES = 256 << 20  # of the scores that prefill holds at a time
@@ -72,17 +72,18 @@ class Indexer(nnx.Module):
         self,
         ops: Ops,
         x: Array,
-        qr: Array,
+        q: Array,
         at: Angles,
         keys: StoredRows,
         page_table: Array,
         visible: Array,
         candidates: Array | None,
     ) -> Selection:
-        """The best entries of each row, of a restricted layer among its candidates; the candidate
-        source also picks the blocks for the layers after it.
+        """The best entries of each row by products q of the low-rank queries with ``wq_b``, of a
+        restricted layer among its candidates; the candidate source also picks the blocks for the
+        layers after it.
         """
-        q, weights = self.queries(ops, x, qr, at)
+        q, weights = self.rounded(ops, q, at), self.head_weights(ops, x)
         pick = partial(self._pick, ops, keys, page_table)
         among = candidates if self.layer.restricted else None
         entries = page_table.shape[1] * entries_per_page(keys)
@@ -118,12 +119,19 @@ class Indexer(nnx.Module):
 
     def queries(self, ops: Ops, x: Array, qr: Array, at: Angles) -> tuple[Array, Array]:
         """Rotated, FP4-rounded queries [B, T, H, Ki] and head weights [B, T, H]."""
-        q = ops.linear(qr, self.wq_b()).reshape(*qr.shape[:-1], self.heads, self.width)
+        return self.rounded(ops, ops.linear(qr, self.wq_b()), at), self.head_weights(ops, x)
+
+    def rounded(self, ops: Ops, q: Array, at: Angles) -> Array:
+        """Products q [B, T, H * Ki] as rotated, FP4-rounded queries [B, T, H, Ki]."""
+        q = q.reshape(*q.shape[:-1], self.heads, self.width)
         q = rotate(q, at.cos[..., None, :], at.sin[..., None, :])
-        if ops.numerics.round_cache:
-            q = Fp4Rows.quantize(q).dequantize(ops.numerics.dtype)
+        encoding = row_types(ops.numerics).query
+        return encoding.quantize(q).dequantize(ops.numerics.dtype) if encoding else q
+
+    def head_weights(self, ops: Ops, x: Array) -> Array:
+        """[B, T, H] of the attention input x."""
         scale = jnp.asarray((self.heads * self.width) ** -0.5, ops.numerics.dtype)
-        return q, ops.linear(x, self.weights_proj()) * scale
+        return ops.linear(x, self.weights_proj()) * scale
 
 
 def pick_among(ops: Ops, scores: Array, visible: Array, candidates: Array, *, k: int) -> Array:

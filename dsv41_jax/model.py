@@ -26,12 +26,13 @@ from pallas_kernels.numerics import Numerics
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Features:
-    """The decoder half's output: streams h [B, T, S, D], pre f32 [B, T, S], DSpark taps [B, T, 3
-    D].
+    """The decoder half's output: streams h [B, T, S, D], pre f32 [B, T, S], what both make the
+    head's input, normed [B, T, D]; DSpark taps [B, T, 3 D].
     """
 
     h: Array
     pre: Array
+    normed: Array
     taps: Array
 
 
@@ -81,11 +82,31 @@ class Model(nnx.Module):
 
     def encoder(self, ops: Ops, rows: Rows, cache: Cache) -> tuple[Handoff, Cache]:
         """Layers up to the last KV source over the rows; stores the token history of each slot."""
+        handoff, _, cache = self._encoded(ops, rows, cache, None)
+        return handoff, cache
+
+    def decoder(
+        self, ops: Ops, rows: Rows, handoff: Handoff, cache: Cache
+    ) -> tuple[Features, Cache]:
+        """The layers after the last KV source; also stores the draft stages' window rows."""
+        return self._decoded(ops, rows, handoff, cache, None)
+
+    def layers_over(self, ops: Ops, rows: Rows, cache: Cache) -> tuple[Features, Cache]:
+        """``encoder``, then ``decoder`` over the same rows, as one run of layers."""
+        first = self._decoder_blocks()[0]
+        following = None if first.layer.engram else first.attn_norm
+        handoff, x, cache = self._encoded(ops, rows, cache, following)
+        return self._decoded(ops, rows, handoff, cache, x)
+
+    def _encoded(
+        self, ops: Ops, rows: Rows, cache: Cache, after: Norm | None
+    ) -> tuple[Handoff, Array | None, Cache]:
+        """``encoder``; second, normed by ``after``, the input of the attention behind it."""
         compressed = compressed_history(self.token_map[...], rows)
         pad = self.token_map[...][self.cfg.engram_pad_token_id]
         h, pre = self.embedded(ops, rows.tokens)
         x, selection, blocks = None, None, self._encoder_blocks()
-        for block, following in zip(blocks, _attention_norms(blocks), strict=True):
+        for block, following in zip(blocks, _following(blocks, after), strict=True):
             if block.layer.engram:
                 h = block.engram(ops, h, block.engram.row_ids(compressed, pad), ~rows.image)
             x = block.first_input(ops, h, pre) if x is None else x
@@ -95,31 +116,31 @@ class Model(nnx.Module):
         assert selection is not None
         slot = jnp.where(rows.length > 0, rows.slot, cache.history.shape[0])
         history = cache.history.at[slot].set(next_history(rows), mode="drop")
-        return Handoff(h, pre, selection.entries, selection.candidates), replace(
-            cache, history=history
-        )
+        handoff = Handoff(h, pre, selection.entries, selection.candidates)
+        return handoff, x, replace(cache, history=history)
 
-    def decoder(
-        self, ops: Ops, rows: Rows, handoff: Handoff, cache: Cache
+    def _decoded(
+        self, ops: Ops, rows: Rows, handoff: Handoff, cache: Cache, x: Array | None
     ) -> tuple[Features, Cache]:
-        """The layers after the last KV source; also stores the draft stages' window rows."""
+        """``decoder``, on the normed input x of its first attention if that is there."""
         h, pre = handoff.h, handoff.pre
         selection = Selection(handoff.selected, handoff.candidates)
         floor = jnp.maximum(rows.floor, rows.decoder_floor)
-        x, taps, blocks = None, [], self._decoder_blocks()
-        for block, following in zip(blocks, _attention_norms(blocks), strict=True):
+        taps, blocks = [], self._decoder_blocks()
+        for block, following in zip(blocks, _following(blocks, self.norm), strict=True):
             if block.layer.index in self.cfg.dspark_target_layer_ids:
                 taps.append(jnp.mean(h.astype(jnp.float32), axis=-2).astype(h.dtype))
             x = block.first_input(ops, h, pre) if x is None else x
             h, pre, x, cache, selection = block.step(
                 ops, h, x, rows, floor, cache, selection, following
             )
-        features = Features(h, pre, jnp.concatenate(taps, axis=-1))
+        assert x is not None
+        features = Features(h, pre, x, jnp.concatenate(taps, axis=-1))
         return features, self._commit_drafts(ops, rows, features, cache)
 
     def logits(self, ops: Ops, h: Array, pre: Array) -> Array:
         """float32 [..., V] of streams h [..., S, D] after the last block and its pre."""
-        return self._scores(ops, self.norm(ops.mhc_collapse(h, pre)))
+        return self.scores(ops, self.norm(ops.mhc_collapse(h, pre)))
 
     def draft(
         self,
@@ -145,9 +166,10 @@ class Model(nnx.Module):
             h, pre, x = stage.step(ops, h, x, slot, start, floor, ring, following)
         x = ops.mhc_collapse(h, pre)[:, :length]
         last = self.mtp[-1]
-        return propose(ops, last, x, self._scores(ops, last.norm(x)), token)
+        return propose(ops, last, x, self.scores(ops, last.norm(x)), token)
 
-    def _scores(self, ops: Ops, x: Array) -> Array:
+    def scores(self, ops: Ops, x: Array) -> Array:
+        """float32 [..., V] of normed rows x [..., D]."""
         return ops.gathered_linear(
             x, self.head(), outputs=self.cfg.vocab_size, out_dtype=jnp.float32
         )
@@ -169,7 +191,8 @@ class Model(nnx.Module):
         return replace(cache, drafts=drafts)
 
 
-def _attention_norms(blocks: list[Block]) -> list[Norm | None]:
-    """The norm of the block behind each, None where something else comes first."""
-    norms = [None if block.layer.engram else block.attn_norm for block in blocks[1:]]
-    return [*norms, None]
+def _following(blocks: list[Block], after: Norm | None) -> list[Norm | None]:
+    """The norm that comes right behind each block, ``after`` the last one; None where Engram comes
+    first.
+    """
+    return [*(None if block.layer.engram else block.attn_norm for block in blocks[1:]), after]

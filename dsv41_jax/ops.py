@@ -29,15 +29,19 @@ class Ops:
     """Operations with their numerics bound; each contract stands in
     ``pallas_kernels/<op>/op.py``.
 
-    Weights may be parts of a layout's; the operations then give whole results. embedding(table [V,
-    K], ids) takes rows of a table. gathered_linear(x, weight [N, K], *, outputs, out_dtype=None) is
-    a ``linear`` whose ``outputs`` columns are all there. agree(tree) gives every rank that works on
-    the same requests the values of the first of them. anywhere(bool []) is whether any rank at all
-    says so.
+    Weights may be parts of a layout's; the operations then give whole results, but for outputs of
+    output_projection and moe_experts that only the mhc operations read, which may be sums that
+    these have still to take. linears and normed_linears multiply one input by several weights.
+    embedding(table [V, K], ids) takes rows of a table. gathered_linear(x, weight [N, K], *,
+    outputs, out_dtype=None) is a ``linear`` whose ``outputs`` columns are all there. agree(tree)
+    gives every rank that works on the same requests the values of the first of them.
+    anywhere(bool []) is whether any rank at all says so.
     """
 
     numerics: Numerics
     linear: Callable
+    linears: Callable
+    normed_linears: Callable
     gathered_linear: Callable
     embedding: Callable
     mhc_coefficients: Callable
@@ -66,12 +70,15 @@ def local_ops(numerics: Numerics, kernels: str = "auto") -> Ops:
     """Operations of one device; ``kernels`` is a kind of ``pallas_kernels.dispatch.KINDS``, chosen
     here and only here.
     """
-    bound_linear = partial(linear.build(kernels), numerics=numerics)
-    # For operations that are not told the numerics: kernels round and add up as serving does.
+    # For operations that are not told the numerics, or keep less of them: kernels round and add up
+    # as serving does.
     served = "reference" if kernels == "auto" and numerics != SERVING else kernels
+    bound_linear = partial(linear.build(served), numerics=numerics)
     return Ops(
         numerics=numerics,
         linear=bound_linear,
+        linears=partial(linear.build_many(served), numerics=numerics),
+        normed_linears=partial(linear.build_normed(served), numerics=numerics),
         gathered_linear=partial(_whole_linear, bound_linear),
         embedding=_take_rows,
         mhc_coefficients=mhc.build_coefficients(served),
@@ -89,8 +96,8 @@ def local_ops(numerics: Numerics, kernels: str = "auto") -> Ops:
         sparse_attention=partial(sparse_attention.build(kernels), numerics=numerics),
         ring_attention=partial(sparse_attention.build_ring(kernels), numerics=numerics),
         list_attention=partial(sparse_attention.build_list(kernels), numerics=numerics),
-        output_projection=partial(output_projection.build(kernels), numerics=numerics),
-        engram_rows=partial(engram.build_rows(kernels), dtype=numerics.dtype),
+        output_projection=partial(output_projection.build(served), numerics=numerics),
+        engram_rows=partial(engram.build_rows(served), dtype=numerics.dtype),
         engram_gate_add=engram.build_gate_add(served),
         agree=_unchanged,
         anywhere=_unchanged,

@@ -12,7 +12,8 @@ class Numerics:
     dtype: of activations between operations and of unquantised weights. round_activations: FP8
     (AQ32) rounding in front of every FP8 or FP4 linear. round_cache: FP8 window rows, FP4 latents,
     FP4 index keys and queries. blockwise_softmax: probabilities rounded to bf16 relative to the
-    running maximum of 64-slot blocks (4.5).
+    running maximum of 64-slot blocks (4.5). cache: what ``round_cache`` rounds to: "fp4" as above;
+    for comparisons "fp8", of latents and index keys and queries, too, or "bf16", of all three.
     """
 
     name: str
@@ -20,6 +21,7 @@ class Numerics:
     round_activations: bool
     round_cache: bool
     blockwise_softmax: bool
+    cache: str = "fp4"
 
     @classmethod
     def named(cls, name: str) -> "Numerics":

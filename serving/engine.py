@@ -13,6 +13,7 @@ from dsv41_jax.tokenizer import Tokenizer
 from serving.compile_counter import CompileCounter
 from serving.executor import Executor, InFlight
 from serving.forwards_speculative import Verified
+from serving.kv_pool.connect import open_tier
 from serving.options import EngineOptions
 from serving.output import TextOutput
 from serving.pages import PagePool
@@ -28,6 +29,10 @@ from sharding.watchdog import Watchdog
 
 if TYPE_CHECKING:  # llguidance is there for who uses grammars
     from serving.grammars import Grammars
+
+
+# Nothing runs until a page comes, but a new request may.
+_POOL_WAIT_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -57,10 +62,12 @@ class Engine:
         executables: dict | None = None,
         grammars: "Grammars | None" = None,
         placement: Placement | None = None,
+        peers: str = "",
     ):
         """``executables``: ``executor.programs.executables`` of an engine over the same model and
         options but for switches, to share what it compiled. ``grammars``: those of the tokenizer,
-        if requests may have one. ``placement``: of a model that is spread over devices.
+        if requests may have one. ``placement``: of a model that is spread over devices;
+        ``peers``: of ``peer_kernels``, if ``ops`` are built for "peer".
         """
         self.cfg, self.options, self.tokenizer = model.cfg, options, tokenizer
         self.grammars = grammars
@@ -68,11 +75,12 @@ class Engine:
             check_block_size(model.cfg, speculation=True)
             if not model.mtp:
                 raise UserError("speculation: the checkpoint has no complete mtp.* stages")
-        self.executor = Executor(model, ops, options, placement)
+        self.executor = Executor(model, ops, options, placement, peers)
         self.watchdog = Watchdog(options.step_timeout_s) if placement else None
         self.steps_read = 0
         if executables is not None:
             self.executor.programs.executables = executables
+        self.kv_pool = open_tier(options, self.executor) if options.kv_pool else None
         self.ranks = [self._new_rank() for _ in range(self.executor.ranks)]
         self.compiles = CompileCounter()
         self.acceptance = Acceptance()
@@ -93,7 +101,7 @@ class Engine:
             max_drafting=options.speculation.max_batch if options.speculation else 0,
         )
         pool = PagePool(options.pages)
-        return Scheduler(limits, pool, PrefixCache(pool, options.page_size))
+        return Scheduler(limits, pool, PrefixCache(pool, options.page_size), self.kv_pool)
 
     def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
         """Compile everything; nothing compiles afterwards."""
@@ -168,7 +176,14 @@ class Engine:
         return self.pending is None and all(rank.idle for rank in self.ranks)
 
     def step(self) -> list[Event]:
-        """Dispatch the next step, then read the one before it (without ``overlap``: itself)."""
+        """Dispatch the next step, then read the one before it (without ``overlap``: itself). With
+        Engram tables on the host tokens are read first: their rows are fetched by them.
+        """
+        events = []
+        if self.executor.programs.host and self.pending and self.pending.has_tokens:
+            ready, self.pending = self.pending, None
+            events = self._read(ready)
+            self._store()
         plan = plan_step(self.ranks)
         dispatched = None
         if not plan.empty:
@@ -176,10 +191,21 @@ class Engine:
             for rank in self.ranks:
                 for sequence in rank.running:
                     rank.register(sequence)
-        if not self.options.overlap:
-            return self._read(dispatched)
-        ready, self.pending = self.pending, dispatched
-        return self._read(ready)
+            if self.kv_pool is not None:
+                self.kv_pool.dispatched(plan)
+        ready = dispatched
+        if self.options.overlap:
+            ready, self.pending = self.pending, dispatched
+        events += self._read(ready)
+        self._store()
+        if self.kv_pool is not None and plan.empty and plan.starved and self.pending is None:
+            self.kv_pool.wait(_POOL_WAIT_S)
+        return events
+
+    def _store(self) -> None:
+        """Send complete pages to the pool before a plan gives them to other requests."""
+        if self.kv_pool is not None:
+            self.kv_pool.store(self.ranks, self.executor.take_pages)
 
     def _read(self, flight: InFlight | None) -> list[Event]:
         """Wait for a step and hand its tokens to their sequences. StuckStep if it does not end."""
@@ -187,6 +213,8 @@ class Engine:
             return []
         if self.watchdog:
             self.watchdog.wait(flight.arrays, str(self.steps_read))
+        for report in flight.reports:
+            report.check(str(self.steps_read))
         self.steps_read += 1
         for scores, chunks in flight.scores:
             for chunk, tokens in prompt_tokens(scores, chunks):
@@ -244,6 +272,11 @@ class Engine:
         if result.finish_reason is not None:
             text += output.finish()
         return text
+
+    def close(self) -> None:
+        """Let go of the pool; what it holds stays for others."""
+        if self.kv_pool is not None:
+            self.kv_pool.close()
 
     def check(self) -> None:
         """Invariants of the host state; for tests, after any step."""

@@ -22,31 +22,40 @@ from serving.batch import (
 )
 from serving.buckets import Bucket, DecodeBatch, prefill_shape
 from serving.forwards_speculative import Verified
+from serving.kv_pool.mover import PageMover, Taken
+from serving.kv_pool.remote import Complete
 from serving.logit_rules import PROMPT
 from serving.options import EngineOptions
-from serving.programs import READERS, Programs
+from serving.programs import READERS, Programs, Report
 from serving.replay import decoder_floor, window_floor
 from serving.sampler import RowScores, Sampled, Sampling
 from serving.scheduler import Chunk, Plan, most_on_a_rank
 from serving.sequence import Sequence, Stage
 from serving.slots import SlotTable
+from serving.table_rows import ENCODERS, TableRows
 from sharding.place import Placement, rank_part
 
 
 @dataclass
 class InFlight:
     """What a step dispatched, and whose place is whose: sampled arrays, blocks with the number of
-    drafts they were made for, and scores of prompt rows.
+    drafts they were made for, and scores of prompt rows; reports of its sums over ranks.
     """
 
     sampled: list[tuple[Sampled, list[Sequence | None]]] = field(default_factory=list)
     verified: list[tuple[Verified, list[Sequence | None], int]] = field(default_factory=list)
     scores: list[tuple[RowScores, list[Chunk | None]]] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
 
     @property
-    def arrays(self) -> list[Sampled | Verified | RowScores]:
+    def has_tokens(self) -> bool:
+        return bool(self.sampled or self.verified)
+
+    @property
+    def arrays(self) -> list[Any]:
         """What the host will read."""
-        return [found[0] for found in (*self.sampled, *self.verified, *self.scores)]
+        found = [found[0] for found in (*self.sampled, *self.verified, *self.scores)]
+        return found + [report.errors for report in self.reports]
 
 
 class Executor:
@@ -62,6 +71,7 @@ class Executor:
         ops: Ops,
         options: EngineOptions,
         placement: Placement | None = None,
+        peers: str = "",
     ):
         self.cfg, self.options = model.cfg, options
         shape = CacheShape(options.slots, options.pages, options.page_size)
@@ -73,6 +83,7 @@ class Executor:
             max_stop_ids=options.max_stop_ids,
             max_bias_ids=options.max_bias_ids,
             placement=placement,
+            peers=peers,
             speculation=options.speculation,
         )
         self.ranks = self.programs.ranks
@@ -86,9 +97,16 @@ class Executor:
             bias_ids=options.max_bias_ids,
             ranks=self.ranks,
         )
+        self.mover = PageMover(self.programs, options.kv_pool.batches if options.kv_pool else ())
         self._needed = options.programs(self.cfg.sliding_window)
         self._saving: list[Sequence] = []
         self._all_allowed: dict[int, jax.Array] = {}
+        self.table_rows = TableRows(
+            self.programs.host,
+            ranks=self.ranks,
+            lookback=self.cfg.engram_max_ngram_size - 1,
+            device=self.programs.device,
+        )
 
     def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
         """Compile every program for every bucket and run each once without live rows."""
@@ -98,9 +116,14 @@ class Executor:
             self.programs.compile(name, bucket)
         for name, bucket in self._needed:
             self._run_idle(name, bucket)
+        for report in self.programs.take_reports():
+            report.check("warm-up")
 
     def _run_idle(self, name: str, bucket: Bucket) -> None:
         inputs = self.programs.idle_inputs(name, bucket)
+        if self.programs.host and name in ENCODERS:
+            whole = self._whole(bucket)
+            inputs = *inputs[:-1], *self.table_rows.of_newest(whole, [])
         out = self.programs(name, bucket, self.cache, *inputs)
         if name not in READERS:
             self.cache = out if isinstance(out, Cache) else out[0]
@@ -113,12 +136,18 @@ class Executor:
             self._save(sequence)
         for sequence in plan.resume:
             self._restore(sequence)
+        self.cache = self.mover.load(self.cache, plan.loads)
         self._prefill(plan.chunks, flight)
         if plan.decode and self.options.speculation is None:
             self._decode(plan.decode, flight)
         elif plan.decode:
             self._verify(plan.decode, plan.drafts, flight)
+        flight.reports = self.programs.take_reports()
         return flight
+
+    def take_pages(self, items: list[Complete]) -> Taken:
+        """Pages as they are after the last step, on their way to the host."""
+        return self.mover.take(self.cache, items)
 
     def _prefill(self, chunks: list[Chunk], flight: InFlight) -> None:
         trimmed, full, scored = [], [], []
@@ -151,25 +180,24 @@ class Executor:
     def _encode(self, chunks: list[Chunk]) -> None:
         bucket, places = self._prefill_places(chunks)
         rows = self._rows([self._chunk_rows(chunk) for chunk in places], bucket)
-        self.cache = self.programs("encode", bucket, self.cache, rows)
+        self.cache = self.programs("encode", bucket, self.cache, rows, *self.table_rows.of(rows))
 
     def _prefill_full(self, chunks: list[Chunk], flight: InFlight) -> None:
         bucket, places = self._prefill_places(chunks)
         rows = self._rows([self._chunk_rows(chunk) for chunk in places], bucket)
         owners = [chunk.sequence if chunk and chunk.last else None for chunk in places]
         sampling = self._sampling(owners)
-        self.cache, sampled = self.programs("prefill_full", bucket, self.cache, rows, sampling)
+        inputs = rows, sampling, *self.table_rows.of(rows)
+        self.cache, sampled = self.programs("prefill_full", bucket, self.cache, *inputs)
         self._keep(sampled, owners, flight)
 
     def _prefill_scored(self, chunks: list[Chunk], flight: InFlight) -> None:
         bucket, places = self._prefill_places(chunks)
         segments = [self._chunk_rows(chunk) for chunk in places]
         owners = [chunk.sequence if chunk and chunk.last else None for chunk in places]
-        inputs = (
-            self._rows(segments, bucket),
-            self._sampling(owners),
-            build_targets(segments, self._whole(bucket)),
-        )
+        rows = self._rows(segments, bucket)
+        targets = build_targets(segments, self._whole(bucket))
+        inputs = rows, self._sampling(owners), targets, *self.table_rows.of(rows)
         self.cache, sampled, scores = self.programs("prefill_scored", bucket, self.cache, *inputs)
         flight.scores.append((scores, places))
         self._keep(sampled, owners, flight)
@@ -192,7 +220,8 @@ class Executor:
 
     def _decode(self, sequences: list[Sequence], flight: InFlight) -> None:
         bucket, owners, batch, sampling = self._decode_inputs(sequences)
-        self.cache, decoded = self.programs("decode", bucket, self.cache, batch, sampling)
+        inputs = batch, sampling, *self.table_rows.of_newest(self._whole(bucket), owners)
+        self.cache, decoded = self.programs("decode", bucket, self.cache, *inputs)
         self._keep(decoded.sampled, owners, flight)
 
     def _verify(self, sequences: list[Sequence], drafts: int, flight: InFlight) -> None:
@@ -208,6 +237,7 @@ class Executor:
         allowed = np.array([s.drafts(drafts) if s else 0 for s in owners], np.int32)
         inputs = batch, sampling, ids, allowed, *confidence
         bucket = replace(one, rows=1 + drafts)
+        inputs = *inputs, *self.table_rows.of_newest(self._whole(bucket), owners, ids)
         self.cache, verified = self.programs("verify", bucket, self.cache, *inputs)
         for sequence in sequences:
             sequence.dispatch(sequence.drafts(drafts))

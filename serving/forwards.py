@@ -56,8 +56,7 @@ def replay(
 def prefill_full(
     model: Model, ops: Ops, cache: Cache, rows: Rows, sampling: Sampling, *, logprobs: int
 ) -> tuple[Cache, Sampled]:
-    handoff, cache = model.encoder(ops, rows, cache)
-    features, cache = model.decoder(ops, rows, handoff, cache)
+    features, cache = model.layers_over(ops, rows, cache)
     return _first_token(model, ops, cache, rows, features, sampling, logprobs)
 
 
@@ -132,7 +131,7 @@ def _first_token(
     kept.
     """
     batch, last = jnp.arange(rows.length.shape[0]), jnp.maximum(rows.length - 1, 0)
-    logits = model.logits(ops, features.h[batch, last], features.pre[batch, last])
+    logits = model.scores(ops, features.normed[batch, last])
     counts = None if cache.counts is None else cache.counts[rows.slot]
     position = rows.start + rows.length
     sampled = sample(logits, sampling, position, logprobs=logprobs, counts=counts)
@@ -159,9 +158,8 @@ def prefill_scored(
     logprobs: int,
 ) -> tuple[Cache, Sampled, RowScores]:
     """``prefill_full`` that also scores int32 [B, T] ``targets``, the token after each row."""
-    handoff, cache = model.encoder(ops, rows, cache)
-    features, cache = model.decoder(ops, rows, handoff, cache)
-    normalized = jax.nn.log_softmax(model.logits(ops, features.h, features.pre), axis=-1)
+    features, cache = model.layers_over(ops, rows, cache)
+    normalized = jax.nn.log_softmax(model.scores(ops, features.normed), axis=-1)
     picked = jnp.take_along_axis(normalized, targets[..., None], axis=-1)[..., 0]
     best, ids = jax.lax.top_k(normalized, logprobs)
     cache, sampled = _first_token(model, ops, cache, rows, features, sampling, logprobs)

@@ -77,9 +77,8 @@ def verify(
         assert budget is not None
         chosen = likeliest(confidence, rows.length - 1, budget)
         rows = replace(rows, length=jnp.minimum(rows.length, 1 + chosen))
-    handoff, cache = model.encoder(ops, rows, cache)
-    features, cache = model.decoder(ops, rows, handoff, cache)
-    logits = model.logits(ops, features.h, features.pre)
+    features, cache = model.layers_over(ops, rows, cache)
+    logits = model.scores(ops, features.normed)
     counts = None if cache.counts is None else cache.counts[rows.slot]
     live = jnp.maximum(rows.length - 1, 0)
     following = rows.start + 1

@@ -26,6 +26,9 @@ from serving.options import EngineOptions
 from serving.request import Request, Result, TokenLogprobs, check_request
 from serving.sequence import Sequence
 from serving.speculative import add_options, speculation_of
+from sharding.all_reduce import HELP as ALL_REDUCE_HELP
+from sharding.all_reduce import KINDS as ALL_REDUCES
+from sharding.all_reduce import peer_kernels
 from sharding.build import build_ops
 from sharding.place import Placement, load_placed, place
 from sharding.processes import add_options as add_process_options
@@ -33,17 +36,23 @@ from sharding.processes import join
 from sharding.repack import repack_placed
 
 MAX_LOGPROBS = 20
+ENGRAM = {"hbm": "device", "host": "host"}
+ENGRAM_HELP = (
+    "Engram tables: hbm (default), spread over the devices, or host: mapped files, one copy for all"
+    " devices; rows are fetched before each step, which therefore waits for the tokens before it"
+)
 LAYOUT_HELP = "devices: tp8, dep8, tp4xdp2, ... (default: tp1)"
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint ready to run."""
+    """A checkpoint ready to run. peers: kernels of its sums over tensor ranks, "" for ``psum``."""
 
     model: Model
     tokenizer: Tokenizer
     ops: Ops
     placement: Placement | None = None
+    peers: str = ""
 
     @property
     def data_ranks(self) -> int:
@@ -57,21 +66,28 @@ def load(
     kernels: str = "auto",
     layout: str = "tp1",
     speculation: bool = False,
+    all_reduce: str = "auto",
+    engram: str = "hbm",
 ) -> Loaded:
     """Model, tokenizer and operations of a checkpoint directory, on the devices of a layout;
     UserError names whatever is wrong with it, or with the layout before anything is loaded.
-    speculation: the draft stages must be there.
+    speculation: the draft stages must be there. all_reduce: of ``sharding.all_reduce.KINDS``.
+    engram: of ``ENGRAM``, where the tables are.
     """
     cfg = read_config(checkpoint)
     placement = _placement(layout, cfg)
-    ops = build_ops(placement.division if placement else layout, numerics, kernels)
+    peers = peer_kernels(all_reduce, placement, numerics, kernels)
+    division, sums = placement.division if placement else layout, "peer" if peers else "psum"
+    ops, where = build_ops(division, numerics, kernels, sums), ENGRAM[engram]
     if placement is None:
-        model = load_model(checkpoint, numerics=numerics, speculation=speculation)
+        model = load_model(checkpoint, numerics=numerics, speculation=speculation, engram=where)
         repack_experts(model, kernels)
     else:
-        model = load_placed(checkpoint, placement, numerics=numerics, speculation=speculation)
+        model = load_placed(
+            checkpoint, placement, numerics=numerics, speculation=speculation, engram=where
+        )
         repack_placed(model, placement, kernels)
-    return Loaded(model, Tokenizer.from_dir(checkpoint, cfg), ops, placement)
+    return Loaded(model, Tokenizer.from_dir(checkpoint, cfg), ops, placement, peers)
 
 
 def _placement(layout: str, cfg: Config) -> Placement | None:
@@ -134,6 +150,8 @@ def _parser() -> argparse.ArgumentParser:
         "--chunk-size", type=int, default=512, metavar="N", help="most prompt rows a dispatch"
     )
     parser.add_argument("--layout", default="tp1", metavar="NAME", help=LAYOUT_HELP)
+    parser.add_argument("--all-reduce", choices=ALL_REDUCES, default="auto", help=ALL_REDUCE_HELP)
+    parser.add_argument("--engram", choices=ENGRAM, default="hbm", help=ENGRAM_HELP)
     add_process_options(parser)
     add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -152,12 +170,21 @@ def _generate(arguments: argparse.Namespace) -> None:
         kernels=arguments.kernels,
         layout=arguments.layout,
         speculation=speculation is not None,
+        all_reduce=arguments.all_reduce,
+        engram=arguments.engram,
     )
     prompt = prompt_ids(loaded.tokenizer, text) if given is None else given
     request = _request(arguments, loaded, prompt)
     check_request(request, loaded.model.cfg)
     options = replace(_options(arguments, request), speculation=speculation)
-    engine = Engine(loaded.model, loaded.ops, options, loaded.tokenizer, placement=loaded.placement)
+    engine = Engine(
+        loaded.model,
+        loaded.ops,
+        options,
+        loaded.tokenizer,
+        placement=loaded.placement,
+        peers=loaded.peers,
+    )
     engine.warm_up(progress=progress_line)
     first = arguments.process_id == 0  # of several that do the same
     sequence = engine.run([request], on_token=_show if first and not arguments.json else None)[0]

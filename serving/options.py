@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from serving.buckets import Bucket
+from serving.kv_pool.options import PoolOptions
 from serving.speculative import Speculation
 
 
@@ -15,7 +16,8 @@ class EngineOptions:
     means that no cached prefix is used. overlap: dispatch a step before the one before it is read.
     logprobs: most alternatives a token. prompt_logprobs: whether requests may ask for them (one
     program more a prefill shape). step_timeout_s: how long a step of a model that is spread over
-    devices may take before it counts as stuck. speculation: None for plain decoding.
+    devices may take before it counts as stuck. speculation: None for plain decoding. kv_pool: a
+    pool of cached pages shared with other engines, None for none; needs replay and prefix cache.
     """
 
     slots: int = 8
@@ -33,12 +35,15 @@ class EngineOptions:
     max_bias_ids: int = 300
     step_timeout_s: float = 60.0
     speculation: Speculation | None = None
+    kv_pool: PoolOptions | None = None
 
     def __post_init__(self) -> None:
         if max(self.decode) < self.slots:
             raise ValueError(f"decode={self.decode} must reach slots={self.slots}")
         if any(rows < 1 or requests < 1 for requests, rows in self.prefill):
             raise ValueError(f"prefill={self.prefill} must be positive")
+        if self.kv_pool is not None and not (self.replay and self.prefix_cache):
+            raise ValueError("kv_pool must go with replay and prefix_cache")
 
     @property
     def pages_per_request(self) -> int:
@@ -59,7 +64,10 @@ class EngineOptions:
             wanted += [("replay", self.bucket(count, window)) for count in places]
         wanted += self._decoding()
         moves = "take_state", "put_state", "set_counts"
-        return wanted + [(name, self.bucket(1, 1)) for name in moves]
+        wanted += [(name, self.bucket(1, 1)) for name in moves]
+        batches = self.kv_pool.batches if self.kv_pool else ()
+        pages = [Bucket(1, 1, count) for count in batches]
+        return wanted + [(name, one) for name in ("take_pages", "put_pages") for one in pages]
 
     def _decoding(self) -> list[tuple[str, Bucket]]:
         """What decode steps need: with speculation, drafts wherever so few requests may decode."""

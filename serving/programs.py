@@ -3,27 +3,36 @@ donated.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv41_jax.cache import Cache, CacheShape, new_cache
 from dsv41_jax.compiling import jit
+from dsv41_jax.engram_host import HostTables
+from dsv41_jax.engram_staging import blank_rows, with_tables
+from dsv41_jax.errors import UserError
 from dsv41_jax.model import Model
 from dsv41_jax.ops import Ops
 from serving.batch import build_rows, neutral_decode, neutral_sampling
 from serving.buckets import Bucket, DecodeBatch
 from serving.forwards import Decoded, decode, encode, prefill_full, prefill_scored, replay
 from serving.forwards_speculative import draft, verify
+from serving.kv_pool.moves import idle_values, put_pages, take_pages
 from serving.memory import check_cache_fits
 from serving.speculative import Speculation
 from serving.swap import put_state, set_counts, take_state
+from serving.table_rows import ENCODERS, without_tables
+from sharding.all_reduce import peer_memory
 from sharding.collectives import gather
 from sharding.layouts import DATA
+from sharding.peer import PeerMemory
 from sharding.place import BY_RANK, BY_RANK_LATER, REPLICATED, Placement
 
 __all__ = ["Bucket", "DecodeBatch", "Decoded", "Programs"]
@@ -46,7 +55,21 @@ OUTPUT_SPECS = {
     "verify": (BY_RANK, BY_RANK),
 }
 MOVES = {"take_state": take_state, "put_state": put_state, "set_counts": set_counts}
-READERS = "take_state", "draft"
+MOVES |= {"take_pages": take_pages, "put_pages": put_pages}
+READERS = "take_state", "take_pages", "draft"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the peer-to-peer sums of a program that was run have to say: errors int32 [devices]."""
+
+    program: str
+    memory: PeerMemory
+    errors: Array
+
+    def check(self, step: str) -> None:
+        """StuckStep if a rank got no answer; waits for the program."""
+        self.memory.check(self.errors, f"{step} ({self.program})")
 
 
 class Programs:
@@ -58,7 +81,10 @@ class Programs:
     model lies if it is spread over devices; the programs then run under ``shard_map``. ``shape`` is
     then that of one data rank; slots and pages count from 0 on each of them, whose inputs and
     outputs stand one after the other on the axis of the requests. shared: whether several processes
-    run the programs; all of them then read what any rank samples.
+    run the programs; all of them then read what any rank samples. peers: of ``peer_kernels``, if
+    ``ops`` are built for "peer"; what ran since then has left a report in ``reports``. host: the
+    model's Engram tables if they are on the host; ``ENCODERS`` then take what ``TableRows`` gives,
+    behind their other inputs.
     """
 
     def __init__(
@@ -72,19 +98,33 @@ class Programs:
         max_bias_ids: int | None = None,
         speculation: Speculation | None = None,
         placement: Placement | None = None,
+        peers: str = "",
     ):
-        self.placement = placement
-        self.graph, self.params = nnx.split(model)
+        self.placement, self.peers = placement, peers
+        self.shared = placement is not None and placement.mesh.is_multi_process
+        self.host = HostTables.of(model) if HostTables.held_by(model) else None
+        self.graph, params = nnx.split(model)
+        if self.host and self.shared:
+            raise UserError("Engram tables on the host need one process for all devices")
+        self.params = without_tables(params, self.host, placement) if self.host else params
         self.cfg, self.ops, self.shape = model.cfg, ops, shape
         self.logprobs, self.max_stop_ids = logprobs, max_stop_ids
         self.max_bias_ids, self.speculation = max_bias_ids, speculation
         self.executables: dict[tuple[str, Bucket], Any] = {}
-        self.shared = placement is not None and placement.mesh.is_multi_process
+        self.reports: list[Report] = []
+        self._memories: dict[tuple[str, Bucket], PeerMemory | None] = {}
 
     @property
     def ranks(self) -> int:
         """Data ranks."""
         return self.placement.division.ways("batch") if self.placement else 1
+
+    @property
+    def device(self) -> Any:
+        """Where inputs lie: a device, or the sharding of places over data ranks."""
+        if self.placement is None:
+            return jax.local_devices()[0]
+        return NamedSharding(self.placement.mesh, BY_RANK)
 
     def new_cache(self) -> Cache:
         """An empty cache of all ranks; UserError if it does not fit the devices."""
@@ -104,15 +144,32 @@ class Programs:
 
     def compile(self, name: str, bucket: Bucket) -> Any:
         """The executable of a program for a bucket, compiled the first time it is asked for."""
+        memory = self.memory(name, bucket)
         if (name, bucket) not in self.executables:
             cache, inputs = jax.eval_shape(self._empty_cache), self.input_shapes(name, bucket)
             if self.placement:
                 cache = self.placement.shapes(cache, BY_RANK)
                 inputs = self.placement.shapes(inputs, BY_RANK)
+            if memory is not None:
+                inputs = *inputs, memory.table
             donate = () if name in READERS else (1,)
             function = jit(self.bound(name, bucket), donate=donate)
             self.executables[name, bucket] = function.lower(self.params, cache, *inputs).compile()
         return self.executables[name, bucket]
+
+    def memory(self, name: str, bucket: Bucket) -> PeerMemory | None:
+        """Of a program's peer-to-peer sums, made the first time it is asked for; None without any.
+        UserError if the devices lack their kernels.
+        """
+        if (name, bucket) not in self._memories:
+            memory = None
+            if self.placement and self.peers and name not in MOVES:
+                rows = self.cfg.dspark_block_size if name == "draft" else bucket.rows
+                memory = peer_memory(self.placement, self.peers, bucket.requests * rows)
+            if memory is not None and bucket.steps > 1:
+                raise ValueError(f"{bucket.steps=} must be 1 with peer-to-peer sums")
+            self._memories[name, bucket] = memory
+        return self._memories[name, bucket]
 
     def __call__(self, name: str, bucket: Bucket, cache: Cache, *inputs: Any) -> Any:
         """Run a compiled program; all but ``READERS`` consume the cache passed in. KeyError if
@@ -120,7 +177,18 @@ class Programs:
         """
         if self.shared:
             inputs = self.on_devices(inputs)
-        return self.executables[name, bucket](self.params, cache, *inputs)
+        memory, run = self._memories.get((name, bucket)), self.executables[name, bucket]
+        if memory is None:
+            return run(self.params, cache, *inputs)
+        out, errors = run(self.params, cache, *inputs, memory.table)
+        errors.copy_to_host_async()
+        self.reports.append(Report(name, memory, errors))
+        return out
+
+    def take_reports(self) -> list[Report]:
+        """Those since they were taken last."""
+        taken, self.reports = self.reports, []
+        return taken
 
     def on_devices(self, values: Any) -> Any:
         """Inputs on their devices; arrays that are there already stay."""
@@ -136,6 +204,8 @@ class Programs:
     def idle_inputs(self, name: str, bucket: Bucket) -> tuple:
         """Inputs after the cache with which a program changes nothing that matters."""
         one = self._idle_move(name, bucket) if name in MOVES else self._idle_rank(name, bucket)
+        if self.host and name in ENCODERS:
+            one = *one, blank_rows(self.host, bucket.requests, bucket.rows)
         return jax.tree.map(lambda leaf: np.concatenate([leaf] * self.ranks), one)
 
     def _idle_rank(self, name: str, bucket: Bucket) -> tuple:
@@ -166,6 +236,10 @@ class Programs:
             return slot, np.zeros((bucket.requests, self.cfg.vocab_size), np.int32)
         if name == "take_state":
             return slot, pages
+        if name == "take_pages":
+            return (pages,)
+        if name == "put_pages":
+            return pages, idle_values(jax.eval_shape(self._rank_cache).pools, pages.shape)
         saved = jax.eval_shape(take_state, jax.eval_shape(self._rank_cache), slot, pages)
         return slot, pages, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), saved)
 
@@ -175,7 +249,9 @@ class Programs:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), inputs)
 
     def bound(self, name: str, bucket: Bucket) -> Callable:
-        """The function that a program compiles: of the parameters, the cache and its inputs."""
+        """The function that a program compiles: of the parameters, the cache, its inputs and, with
+        a ``memory``, its table; then also to the errors of its sums.
+        """
         if self.placement is None:
             return self._of_rank(name, bucket)
         of_rank, idle = self._of_rank(name, bucket), self.idle_inputs(name, bucket)
@@ -193,8 +269,12 @@ class Programs:
         outputs = OUTPUT_SPECS.get(name, BY_RANK)
         if self.shared and name in OUTPUT_SPECS:
             run, outputs = _read_by_all(run, outputs)
+        memory, passed = self.memory(name, bucket), kept
+        if memory is not None:
+            run, passed = _reporting(run, memory), [*kept, len(idle)]
+            specs, outputs = [*specs, memory.table_spec], (outputs, memory.table_spec)
         spread = self.placement.over_ranks(run, tuple(specs), outputs)
-        return lambda params, cache, *inputs: spread(params, cache, *(inputs[i] for i in kept))
+        return lambda params, cache, *inputs: spread(params, cache, *(inputs[i] for i in passed))
 
     def _of_rank(self, name: str, bucket: Bucket) -> Callable:
         if name in MOVES:
@@ -202,6 +282,8 @@ class Programs:
         options = self._options(name, bucket)
 
         def run(params: nnx.State, cache: Cache, *inputs: Any) -> Any:
+            if self.host and name in ENCODERS:
+                inputs, params = inputs[:-1], with_tables(params, inputs[-1])
             model = nnx.merge(self.graph, params)
             return FORWARDS[name](model, self.ops, cache, *inputs, **options)
 
@@ -220,6 +302,19 @@ class Programs:
             options["simulated"] = self.speculation.simulated
             options["budget"] = self.speculation.budget
         return options
+
+
+def _reporting(run: Callable, memory: PeerMemory) -> Callable:
+    """A program's function on a rank inside the memory's calls: of one argument more, this rank's
+    table, and to one result more, its error.
+    """
+
+    def inside(*given: Any) -> tuple:
+        *inputs, table = given
+        with memory.calls(table) as calls:
+            return run(*inputs), calls.finish()
+
+    return inside
 
 
 def _read_by_all(run: Callable, specs: tuple) -> tuple[Callable, tuple]:

@@ -59,9 +59,10 @@ class TokenLogprobs:
 @dataclass
 class Result:
     """Tokens generated so far. encoder_rows, decoder_rows: prompt rows through the layers up to the
-    last KV source and after it. cached_tokens: prompt tokens taken from the prefix cache. drafted,
-    accepted: draft tokens verified and confirmed. prompt_logprobs: of the prompt's second token on.
-    fault: what finish_reason "error" is about.
+    last KV source and after it. cached_tokens: prompt tokens taken from the prefix cache,
+    pool_tokens of them from a pool beyond the device. drafted, accepted: draft tokens verified and
+    confirmed. prompt_logprobs: of the prompt's second token on. fault: what finish_reason "error"
+    is about.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -72,6 +73,7 @@ class Result:
     encoder_rows: int = 0
     decoder_rows: int = 0
     cached_tokens: int = 0
+    pool_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
     ttft_ms: float = 0.0

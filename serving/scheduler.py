@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from serving.kv_pool.remote import Load, Prefetch, Remote, Waits
 from serving.pages import PagePool
 from serving.prefix_cache import ROOT, PrefixCache
 from serving.replay import adopted_hit, prefill_start
-from serving.sequence import Sequence, Stage
+from serving.sequence import Saved, Sequence, Stage
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,16 @@ def most_on_a_rank(items: Iterable[Chunk | Sequence]) -> int:
 @dataclass
 class Plan:
     """One step, in the order the engine carries it out: of a data rank, or of all of them. drafts:
-    tokens drafted for ``decode``.
+    tokens drafted for ``decode``. starved: what requests wait for that could have started.
     """
 
     preempt: list[Sequence] = field(default_factory=list)
     resume: list[Sequence] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     decode: list[Sequence] = field(default_factory=list)
     drafts: int = 0
+    starved: set[Waits] = field(default_factory=set)
 
     @property
     def empty(self) -> bool:
@@ -98,8 +101,10 @@ class Plan:
         """What another data rank does in the same step."""
         self.preempt += other.preempt
         self.resume += other.resume
+        self.loads += other.loads
         self.chunks += other.chunks
         self.decode += other.decode
+        self.starved |= other.starved
 
 
 class Scheduler:
@@ -107,11 +112,15 @@ class Scheduler:
     one is preempted when pages run out.
 
     The most urgent running sequence makes way only if cached copies of its own prefix leave it no
-    page; it comes back with them evicted, so every sequence makes progress.
+    page; it comes back with them evicted, so every sequence makes progress. A sequence that waits
+    for pages of a remote pool holds nothing and lets those behind it start.
     """
 
-    def __init__(self, limits: Limits, pool: PagePool, cache: PrefixCache):
+    def __init__(
+        self, limits: Limits, pool: PagePool, cache: PrefixCache, remote: Remote | None = None
+    ):
         self.limits, self.pool, self.cache = limits, pool, cache
+        self.prefetch = Prefetch(remote, limits.page_size, limits.window)
         self.waiting: list[Sequence] = []
         self.swapped: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -133,6 +142,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
         self.waiting.sort(key=lambda s: s.urgency)
+        self._look_ahead()
 
     def ready(self) -> list[Sequence]:
         """Who may decode in the next step, the most urgent first."""
@@ -144,7 +154,9 @@ class Scheduler:
         """Decide the next step and take the slots and pages it needs. drafts: tokens to draft.
         beside: ``Plan.prefill`` of other ranks; one shape must hold their chunks and these.
         """
+        assert self.prefetch.drained
         plan = Plan(drafts=drafts)
+        self._look_ahead()
         self._plan_decode(plan)
         self._resume(plan)
         self._plan_prefill(plan, beside)
@@ -152,8 +164,8 @@ class Scheduler:
 
     def first_row(self, sequence: Sequence) -> int:
         """The prompt row with which a request would start now."""
-        _, hit = self._hit(sequence, self.cache.find)
-        return prefill_start(hit, self.limits.window)
+        size, window = self.limits.page_size, self.limits.window
+        return prefill_start(adopted_hit(self._held(sequence) * size, window), window)
 
     def release(self, sequence: Sequence) -> None:
         """Give back everything a sequence holds and forget it."""
@@ -161,6 +173,7 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
         self._drop(sequence)
+        self.prefetch.forget(sequence)
         sequence.saved = None
         sequence.stage = Stage.DONE
 
@@ -179,8 +192,10 @@ class Scheduler:
         tokens = sequence.tokens_known()
         for index in range(len(sequence.nodes), complete):
             parent = sequence.nodes[-1] if sequence.nodes else ROOT
-            piece = tokens[index * size : (index + 1) * size]
-            sequence.nodes.append(self.cache.insert(parent, piece, sequence.pages[index]))
+            piece, page = tokens[index * size : (index + 1) * size], sequence.pages[index]
+            sequence.nodes.append(self.cache.insert(parent, piece, page))
+            if self.cache.page(sequence.nodes[-1]) == page:
+                self.prefetch.filled(sequence, index, page)
 
     def _plan_decode(self, plan: Plan) -> None:
         for sequence in self.ready():
@@ -217,18 +232,48 @@ class Scheduler:
         ]
         for sequence in started:
             self._add_chunk(plan, beside, sequence)
-        while self.waiting and self._slots and not self.swapped and not plan.preempt:
-            if not self._widths(plan, beside):
+        starved: set[Waits] = set()
+        for sequence in list(self.waiting):
+            if not self._may_start(plan, beside):
                 return
-            sequence = self.waiting[0]
-            if not self._start(sequence):
+            waits = self.prefetch.waits(sequence, self._held)
+            if waits or self._wants(sequence):
+                starved.add(waits or Waits.LOOKUP)
+                continue
+            if not self._start(plan, sequence):
                 return
             self._add_chunk(plan, beside, sequence)
+        if self._may_start(plan, beside):
+            plan.starved |= starved
 
-    def _start(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence a slot, its hit and the pages of its prompt."""
+    def _may_start(self, plan: Plan, beside: tuple[int, int]) -> bool:
+        """Whether a step has room for the chunk of a request that has not begun."""
+        held_up = self.swapped or plan.preempt or not self._slots
+        return not held_up and bool(self._widths(plan, beside))
+
+    def _look_ahead(self) -> None:
+        """Ask the pool for those who will get the next slots and the ones after; what comes waits
+        in the host's memory.
+        """
+        left = 2 * self.limits.slots - sum(s.fetch is not None for s in self.waiting)
+        for sequence in filter(self._wants, self.waiting) if left > 0 else ():
+            self.prefetch.begin(sequence, self._held(sequence))
+            left -= 1
+            if not left:
+                return
+
+    def _wants(self, sequence: Sequence) -> bool:
+        """Whether the pool should be asked for a sequence before it starts."""
+        return self.prefetch.wanted(sequence) and self._uses_hits(sequence)
+
+    def _start(self, plan: Plan, sequence: Sequence) -> bool:
+        """Give a waiting sequence a slot, its hit and the pages of its prompt; False if there is no
+        room, so that nobody behind it may start either.
+        """
         size, limits = self.limits.page_size, self.limits
-        nodes, hit = self._hit(sequence, self.cache.match)
+        nodes = self._matched(sequence, self.cache.match)
+        hit = adopted_hit(self.prefetch.stop(sequence, len(nodes)) * size, limits.window)
+        nodes = nodes if hit else []
         shared = [page for page in map(self.cache.page, nodes) if page is not None]
         self.pool.share(shared)
         missing = -(-sequence.length // size) - len(shared)
@@ -237,6 +282,9 @@ class Scheduler:
             return False
         sequence.pages = shared + self.pool.take(missing)
         sequence.nodes, sequence.hit = nodes, hit
+        if load := self.prefetch.start(sequence, len(nodes), hit):
+            plan.loads.append(load)
+            sequence.result.pool_tokens = (load.stop - load.first) * size
         sequence.computed = prefill_start(hit, limits.window)
         sequence.slot = self._slots.pop()
         sequence.stage = Stage.PREFILL
@@ -245,16 +293,22 @@ class Scheduler:
         self.running.append(sequence)
         return True
 
-    def _hit(
+    def _uses_hits(self, sequence: Sequence) -> bool:
+        return self.limits.uses_hits and sequence.request.prompt_logprobs is None
+
+    def _held(self, sequence: Sequence) -> int:
+        """First pages of a waiting sequence's prompt that are cached."""
+        return len(self._matched(sequence, self.cache.find))
+
+    def _matched(
         self, sequence: Sequence, look_up: Callable[[np.ndarray, int], list[int]]
-    ) -> tuple[list[int], int]:
-        """Nodes and tokens of the cached prefix that a waiting sequence may adopt."""
-        matched: list[int] = []
-        size, limits = self.limits.page_size, self.limits
-        if limits.uses_hits and sequence.request.prompt_logprobs is None:
-            matched = look_up(sequence.prompt, (sequence.length - 1) // size)
-        hit = adopted_hit(len(matched) * size, limits.window)
-        return matched[: hit // size], hit
+    ) -> list[int]:
+        """Nodes of the cached prefix of a waiting sequence; its last token is never one of
+        them.
+        """
+        if not self._uses_hits(sequence):
+            return []
+        return look_up(sequence.prompt, sequence.prompt_pages(self.limits.page_size))
 
     def _widths(self, plan: Plan, beside: tuple[int, int]) -> list[int]:
         """Rows of the shapes that hold one more request beside the chunks already planned."""
@@ -292,6 +346,7 @@ class Scheduler:
         self.swapped.append(victim)
         plan.preempt.append(victim)
         self._drop(victim)
+        self.prefetch.forget(victim)
 
     def _drop(self, sequence: Sequence) -> None:
         self.pool.give_back(sequence.pages)
@@ -335,12 +390,3 @@ class Scheduler:
             assert len(sequence.pages) * self.limits.page_size >= rows
         for sequence in self.waiting:
             assert not sequence.pages and sequence.slot < 0
-
-
-@dataclass
-class Saved:
-    """What a preempted sequence held; ``state`` is filled by the engine with the bytes."""
-
-    slot: int
-    pages: list[int]
-    state: object = None

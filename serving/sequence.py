@@ -2,13 +2,17 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from serving.grammar import Matcher
 from serving.output import TextOutput
 from serving.request import Request, Result
+
+if TYPE_CHECKING:
+    from serving.kv_pool.keys import Chain
+    from serving.kv_pool.remote import Fetch
 
 
 class Stage(Enum):
@@ -25,6 +29,15 @@ class Stage(Enum):
     DONE = "done"
 
 
+@dataclass
+class Saved:
+    """What a preempted sequence held; ``state`` is filled by the engine with the bytes."""
+
+    slot: int
+    pages: list[int]
+    state: object = None
+
+
 @dataclass(eq=False)
 class Sequence:
     """Everything the host knows of a request.
@@ -34,7 +47,9 @@ class Sequence:
     dispatched: tokens sampled so far, read or not; of a step with drafts that was not read, only
     the one that is certain, and ``ahead`` counts the others. nodes: prefix-cache nodes of its first
     pages. matcher: where it stands in its grammar, by the tokens read. resume_to: stage before it
-    was preempted; saved: the state taken from the device then.
+    was preempted; saved: the state taken from the device then. fetch: what a pool is asked for it,
+    refetched: a second time; stored: its first pages that the pool has or will have; chain: their
+    keys.
     """
 
     request: Request
@@ -53,6 +68,10 @@ class Sequence:
     ahead: int = 0
     resume_to: Stage = Stage.PREFILL
     saved: Any = None
+    fetch: "Fetch | None" = None
+    refetched: bool = False
+    stored: int = 0
+    chain: "Chain | None" = None
     output: TextOutput | None = None
     matcher: Matcher | None = None
     queued_at: float = 0.0
@@ -73,6 +92,10 @@ class Sequence:
     @property
     def length(self) -> int:
         return len(self.prompt)
+
+    def prompt_pages(self, page_size: int) -> int:
+        """Whole pages of the prompt that a hit may cover: its last token is always computed."""
+        return (self.length - 1) // page_size
 
     @property
     def next_position(self) -> int:

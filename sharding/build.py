@@ -9,30 +9,61 @@ from jax import Array
 
 from dsv41_jax.errors import UserError
 from dsv41_jax.ops import Ops, local_ops
-from pallas_kernels.numerics import Numerics
+from pallas_kernels.numerics import SERVING, Numerics
 from pallas_kernels.quant import Packed
 from sharding.collectives import ALL_REDUCES, Axes, anywhere, from_first, gather
+from sharding.collectives import all_reduce as psum
+from sharding.dispatch import DISPATCHES
 from sharding.engram_rows import SpreadRows, spread_engram_rows
 from sharding.experts import SpreadExperts
+from sharding.fused_sums import FusedStreams, fusing_all_reduce
 from sharding.layouts import Division
 
 
 def build_ops(
-    division: Division | str, numerics: Numerics, kernels: str = "auto", all_reduce: str = "psum"
+    division: Division | str,
+    numerics: Numerics,
+    kernels: str = "auto",
+    all_reduce: str = "psum",
+    dispatch: str = "gather",
 ) -> Ops:
     """The operations of a divided model, for use inside ``shard_map`` over its mesh; "tp1": those
-    of one device. all_reduce: of ``ALL_REDUCES``, after attention and experts. UserError for a kind
-    of kernels that does not exist here.
+    of one device. all_reduce: of ``ALL_REDUCES``, after attention and experts; "peer" leaves some
+    sums to the pass over the streams behind them. dispatch: of ``DISPATCHES``, of rows to experts
+    of other data ranks. UserError for a kind of kernels that does not exist here.
     """
     try:
         local = local_ops(numerics, kernels)
     except ValueError as error:
         raise UserError(f"kernels {kernels!r}: {error}") from error
-    return local if isinstance(division, str) else _spread(local, division, all_reduce)
+    if isinstance(division, str):
+        return local
+    if dispatch not in DISPATCHES:
+        raise ValueError(f"{dispatch=} must be one of {', '.join(DISPATCHES)}")
+    spread = partial(_spread, local, division, dispatch)
+    if all_reduce == "psum":
+        return spread(partial(psum, dtype=numerics.dtype), part=jnp.float32)
+    # Where nobody asked for kernels, only serving rounds as the fused one does.
+    if kernels == "auto" and numerics != SERVING:
+        return spread(ALL_REDUCES[all_reduce])
+    streams = FusedStreams(local.mhc_expand, local.mhc_expand_collapse_norm)
+    return replace(
+        spread(fusing_all_reduce),
+        mhc_expand=streams.expand,
+        mhc_expand_collapse_norm=streams.expand_collapse_norm,
+    )
 
 
-def _spread(local: Ops, division: Division, all_reduce: str) -> Ops:
-    """The local operations with the collectives that the division needs around them."""
+def _spread(
+    local: Ops,
+    division: Division,
+    dispatch: str,
+    reduce: Callable,
+    part: jnp.dtype | None = None,
+) -> Ops:
+    """The local operations with the collectives that the division needs around them. part: dtype
+    of what ``reduce`` sums, by default that of the numerics.
+    """
 
     def axes(logical: str) -> Axes:
         used = division.axes[logical]
@@ -44,7 +75,9 @@ def _spread(local: Ops, division: Division, all_reduce: str) -> Ops:
         rows=data if division.layout.experts_over_data else (),
         experts=axes("experts"),
         columns=axes("expert_columns"),
-        reduce=ALL_REDUCES[all_reduce],
+        reduce=reduce,
+        part=part,
+        dispatch=dispatch,
     )
     return replace(
         local,
@@ -53,9 +86,10 @@ def _spread(local: Ops, division: Division, all_reduce: str) -> Ops:
         output_projection=partial(
             _output_projection,
             local.output_projection,
-            ALL_REDUCES[all_reduce],
+            reduce,
             heads=model,
             groups_over=axes("groups"),
+            part=part,
         ),
         moe_experts=experts,
         engram_rows=spread_engram_rows(local.engram_rows, SpreadRows(data, model)),
@@ -87,8 +121,9 @@ def _output_projection(
     groups: int,
     heads: Axes,
     groups_over: Axes,
+    part: jnp.dtype | None,
 ) -> Array:
     """Split groups give partial sums; whole ones need the heads of all ranks."""
     if groups_over:
-        return reduce(project(o, wo_a, wo_b, groups=groups), groups_over)
+        return reduce(project(o, wo_a, wo_b, groups=groups, out_dtype=part), groups_over)
     return project(gather(o, heads, axis=-2), wo_a, wo_b, groups=groups)

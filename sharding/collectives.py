@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels.all_reduce.exchange import MAX_ROWS
@@ -19,11 +20,12 @@ def rank_of(axes: Axes) -> Array | int:
     return jax.lax.axis_index(axes) if axes else 0
 
 
-def all_reduce(x: Array, axes: Axes) -> Array:
+def all_reduce(x: Array, axes: Axes, dtype: jnp.dtype | None = None) -> Array:
     """The implementation ``psum``: the sum over ranks, taken in float32 and rounded once to the
-    dtype of x; the same bits on every rank.
+    dtype, by default that of x; the same bits on every rank.
     """
-    return jax.lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x
+    summed = jax.lax.psum(x.astype(jnp.float32), axes) if axes else x
+    return summed.astype(dtype or x.dtype)
 
 
 def peer_all_reduce(x: Array, axes: Axes) -> Array:
@@ -61,18 +63,26 @@ def reduce_scatter(x: Array, axes: Axes) -> Array:
 
 
 def from_first(values: Any, axes: Axes) -> Any:
-    """A pytree with the values of the group's first rank, bit for bit but for the sign of zero, on
-    every rank.
+    """A pytree with the values of the group's first rank, bit for bit, on every rank, in one
+    exchange; leaves are of 4 bytes or bool.
     """
-    if not axes:
+    leaves, tree = jax.tree.flatten(values)
+    if not axes or not leaves:
         return values
-    first = rank_of(axes) == 0
+    bits = jnp.concatenate([_bits(leaf).ravel() for leaf in leaves])
+    sent = jax.lax.psum(jnp.where(rank_of(axes) == 0, bits, 0), axes)
+    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+    parts = zip(leaves, jnp.split(sent, ends), strict=True)
+    return tree.unflatten(_from_bits(part.reshape(leaf.shape), leaf.dtype) for leaf, part in parts)
 
-    def take(leaf: Array) -> Array:
-        sent = leaf.astype(jnp.int32) if leaf.dtype == bool else leaf
-        return jax.lax.psum(jnp.where(first, sent, 0), axes).astype(leaf.dtype)
 
-    return jax.tree.map(take, values)
+def _bits(leaf: Array) -> Array:
+    widened = leaf.astype(jnp.int32) if leaf.dtype == bool else leaf
+    return jax.lax.bitcast_convert_type(widened, jnp.int32)
+
+
+def _from_bits(bits: Array, dtype: jnp.dtype) -> Array:
+    return bits.astype(bool) if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def anywhere(flag: Array, axes: Axes) -> Array:

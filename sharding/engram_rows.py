@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.engram.staged import StagedRows
 from sharding.collectives import Axes, gather, rank_of, reduce_scatter
 
 
@@ -46,9 +47,11 @@ class SpreadRows:
 
 
 def spread_engram_rows(op: Callable, spread: SpreadRows) -> Callable:
-    """``engram_rows`` of a table whose rows are spread over ranks."""
+    """``engram_rows`` of a table whose rows are spread over ranks, or staged for each of them."""
 
     def engram_rows(table: Any, ids: Array) -> Array:
+        if isinstance(table, StagedRows):
+            return op(table, ids)
         rows = spread(table, ids)
         flat = jax.tree.map(lambda plane: plane.reshape(ids.size, plane.shape[-1]), rows)
         return op(flat, jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape))

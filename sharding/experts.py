@@ -1,12 +1,13 @@
 """``moe_experts`` whose experts are spread over ranks, whole or by columns (ARCHITECTURE 8).
 
-Dispatch gathers the rows of all ranks, every rank runs its experts on them, and combine is a
-reduce-scatter of the outputs. All ranks take part whatever they hold: a rank without rows sends
-padding, which carries the id -1 and so reaches no expert.
+Dispatch brings rows to the ranks of their experts, every rank runs its own on them, and combine
+brings the sums back. All ranks take part whatever they hold: a rank without rows sends padding,
+which carries the id -1 and so reaches no expert.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +16,26 @@ from jax import Array
 from pallas_kernels.moe_experts.op import DECODE_ROWS, expert_count
 from pallas_kernels.moe_experts.repack import PackedExperts
 from pallas_kernels.moe_experts.weights import ExpertWeights
-from sharding.collectives import Axes, all_reduce, gather, rank_of, reduce_scatter
+from sharding.collectives import Axes, all_reduce, rank_of
+from sharding.dispatch import AllToAll, gathered
 
 
 @dataclass(frozen=True)
 class SpreadExperts:
     """op: ``moe_experts`` of one device. rows: axes whose ranks have rows of their own and experts
     for one another. experts: axes that whole experts are spread over, those of ``rows`` included.
-    columns: axes that the columns of every expert, the shared one too, are split over. reduce: of
-    ``ALL_REDUCES``, over the columns.
+    columns: axes that the columns of every expert, the shared one too, are split over. reduce: the
+    sum over the columns, which also rounds; ``part``: dtype of what it sums, by default that of x.
+    dispatch: of ``DISPATCHES``.
     """
 
     op: Callable
     rows: Axes
     experts: Axes
     columns: Axes
-    reduce: Callable[[Array, Axes], Array] = all_reduce
+    reduce: Callable[[Array, Axes], Any] = all_reduce
+    part: jnp.dtype | None = None
+    dispatch: str = "gather"
 
     def __call__(
         self,
@@ -43,14 +48,13 @@ class SpreadExperts:
         limit: float,
     ) -> Array:
         if not self.experts:
-            y = self.op(x, ids, weights, experts, shared, limit=limit)
+            y = self.op(x, ids, weights, experts, shared, limit=limit, out_dtype=self.part)
             return self.reduce(y, self.columns)
         routed = self._routed(x, ids, weights, experts, shared, limit)
         nobody = jnp.full_like(ids, -1)
         kept = experts if _reads_shared(experts, len(x)) else _no_experts(experts)
-        own = self.op(x, nobody, weights, kept, shared, limit=limit)
-        both = routed.astype(jnp.float32) + own.astype(jnp.float32)
-        return self.reduce(both.astype(x.dtype), self.columns)
+        own = self.op(x, nobody, weights, kept, shared, limit=limit, out_dtype=jnp.float32)
+        return self.reduce((routed + own).astype(self.part or x.dtype), self.columns)
 
     def _routed(
         self,
@@ -61,18 +65,21 @@ class SpreadExperts:
         shared: ExpertWeights,
         limit: float,
     ) -> Array:
-        """[R, D] of the routed experts of all ranks, for this rank's rows."""
-        held = expert_count(experts, x.shape[-1])
-        x = gather(x, self.rows, axis=0)
-        # One gather for ids and weights.
-        bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
-        ids, bits = jnp.split(gather(jnp.concatenate([ids, bits], 1), self.rows, axis=0), 2, axis=1)
-        weights = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        local = ids - rank_of(self.experts) * held
-        ids = jnp.where((local >= 0) & (local < held), local, -1)
-        y = self.op(x, ids, weights, experts, _no_columns(shared), limit=limit)
+        """float32 [R, D] of the routed experts of all ranks, for this rank's rows."""
+        held, nothing = expert_count(experts, x.shape[-1]), _no_columns(shared)
+        first = rank_of(self.experts) * held
+
+        def run(x: Array, ids: Array, weights: Array) -> Array:
+            local = ids - first
+            ids = jnp.where((local >= 0) & (local < held), local, -1)
+            return self.op(x, ids, weights, experts, nothing, limit=limit, out_dtype=jnp.float32)
+
         others = tuple(axis for axis in self.experts if axis not in self.rows)
-        return all_reduce(reduce_scatter(y, self.rows), others)
+        dispatch = gathered
+        if self.rows and self.dispatch == "all_to_all":
+            ranks, copies = jax.lax.axis_size(self.rows), jax.lax.axis_size(others)
+            dispatch = AllToAll(held * copies, ranks)
+        return all_reduce(dispatch(run, x, ids, weights, self.rows), others)
 
 
 def _reads_shared(experts: ExpertWeights | PackedExperts, rows: int) -> bool:

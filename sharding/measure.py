@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.experimental import multihost_utils
 
 from dsv41_jax.cache import Cache, CacheShape, Handoff, new_cache
 from dsv41_jax.command import progress_line
@@ -22,8 +23,8 @@ from dsv41_jax.config import Config
 from dsv41_jax.model import Model
 from dsv41_jax.ops import Ops
 from dsv41_jax.rows import Rows
-from pallas_kernels.all_reduce.exchange import MAX_ROWS
 from pallas_kernels.numerics import SERVING, Numerics
+from sharding.all_reduce import peer_memory
 from sharding.build import build_ops
 from sharding.estimate import ShardedModel
 from sharding.hlo import Traffic, collectives
@@ -106,14 +107,7 @@ class PlacedStep:
 
     def memory(self) -> PeerMemory | None:
         """What the sums over tensor ranks need; None where ``psum`` does them."""
-        shape, rows = self.placement.division.layout.mesh_shape, self.requests * self.width
-        axes = tuple(a for a in self.placement.division.axes["heads"] if shape[a] > 1)
-        if not self.peers or not axes or rows > MAX_ROWS:
-            return None
-        width = self.model.cfg.hidden_size
-        return PeerMemory.make(
-            self.placement.mesh, axes, rows=rows, width=width, kernels=self.peers
-        )
+        return peer_memory(self.placement, self.peers, self.requests * self.width)
 
     def compiled(self, memory: PeerMemory | None = None) -> jax.stages.Compiled:
         """The executable of (parameters, cache, rows) -> (cache, tokens); the cache is donated.
@@ -158,7 +152,7 @@ class PlacedStep:
             return seconds
 
         run(1)
-        count = min(_MOST_STEPS, max(1, round(_LEAST_SECONDS / run(1))))
+        count = _of_first(min(_MOST_STEPS, max(1, round(_LEAST_SECONDS / run(1)))))
         best = min(run(count) for _ in range(_REPEATS))
         return Measured(best * 1e6, collectives(compiled.as_text()))
 
@@ -167,6 +161,13 @@ class PlacedStep:
         shape = CacheShape(self.requests, self.requests * self.pages, self.page_size)
         cfg, numerics = self.model.cfg, self.ops.numerics
         return self.placement.over_ranks(lambda: new_cache(cfg, numerics, shape), (), BY_RANK)
+
+
+def _of_first(count: int) -> int:
+    """What process 0 has counted: all of them must run the same steps."""
+    if jax.process_count() == 1:
+        return count
+    return int(multihost_utils.broadcast_one_to_all(np.int32(count)))
 
 
 def forward(model: Model, ops: Ops, cache: Cache, rows: Rows, step: Step) -> tuple[Cache, Array]:
@@ -200,13 +201,15 @@ def _tail(cfg: Config, rows: Rows, handoff: Handoff) -> tuple[Rows, Handoff]:
 @dataclass(frozen=True)
 class Meter:
     """Fills the measured columns of a sweep. checkpoint: a directory, or None for random weights.
-    all_reduce: of ``ALL_REDUCES``.
+    all_reduce: of ``ALL_REDUCES``. dispatch: of ``DISPATCHES``. Several processes time the same
+    steps together, and read their own clocks.
     """
 
     checkpoint: str | None
     numerics: Numerics = SERVING
     kernels: str = "auto"
     all_reduce: str = "psum"
+    dispatch: str = "gather"
 
     def fill(
         self, rows: list[dict[str, Any]], models: Iterable[ShardedModel], steps: Iterable[Step]
@@ -218,7 +221,8 @@ class Meter:
         for i, model in enumerate(models):
             placement = place(model.layout.name, model.cfg)
             loaded = self._model(model, placement)
-            ops = build_ops(placement.division, self.numerics, self.kernels, self.all_reduce)
+            options = self.numerics, self.kernels, self.all_reduce, self.dispatch
+            ops = build_ops(placement.division, *options)
             for j, step in enumerate(steps):
                 progress_line(f"measure {model.layout.name} {step.phase} {step.batch}")
                 found = PlacedStep(loaded, ops, placement, step, peers=self.peers).measure()

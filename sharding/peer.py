@@ -61,17 +61,8 @@ class PeerMemory:
         ValueError for a shape that it does not take. kernels "reference": the same calls by XLA.
         """
         exchange = Exchange(prod(mesh.shape[axis] for axis in axes), rows, width, timeout_s)
+        check_devices(mesh, kernels)
         devices = list(mesh.devices.flat)
-        foreign = {d.process_index for d in devices} - {jax.process_index()}
-        if foreign:
-            raise UserError(
-                f"the peer-to-peer all-reduce needs one process for all devices of a mesh, process"
-                f" {min(foreign)} holds some of these"
-            )
-        try:
-            build_all_reduce(kernels)
-        except ValueError as error:
-            raise UserError(str(error)) from error
         empty = np.full((1, exchange.words), SENTINEL, np.uint32).view(np.int32)
         empty[:, exchange.fault // 4 :] = 0
         slots = _spread(mesh, [empty] * len(devices))
@@ -189,6 +180,20 @@ def traced_calls() -> PeerCalls:
     if calls is None:
         raise ValueError("the peer-to-peer all-reduce must be traced inside PeerMemory.calls")
     return calls
+
+
+def check_devices(mesh: Mesh, kernels: str) -> None:
+    """UserError if another process holds some of the devices, or they lack the kernels."""
+    foreign = {d.process_index for d in mesh.devices.flat} - {jax.process_index()}
+    if foreign:
+        raise UserError(
+            f"the peer-to-peer all-reduce needs one process for all devices of a mesh, process"
+            f" {min(foreign)} holds some of these"
+        )
+    try:
+        build_all_reduce(kernels)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def groups(mesh: Mesh, axes: Axes) -> list[list[Any]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dsv41_jax.checkpoint.inventory import inventory
 from dsv41_jax.checkpoint.load import fill_model, read_token_map
 from dsv41_jax.checkpoint.orbax import is_orbax, read_orbax
-from dsv41_jax.checkpoint.parameters import dequantise, parameters
+from dsv41_jax.checkpoint.parameters import assemble, dequantise, parameters
 from dsv41_jax.checkpoint.read import Progress, ReleasedCheckpoint, read_config
 from dsv41_jax.config import Config
 from dsv41_jax.errors import collected, raise_problems
@@ -124,18 +125,25 @@ def load_placed(
     *,
     numerics: Numerics,
     speculation: bool = False,
+    engram: str = "device",
     progress: Progress | None = None,
 ) -> Model:
     """``load_model`` onto the devices of a placement: a process reads the bytes that its own
     devices hold, each part once.
 
     Every device checks the values that it reads. Orbax checkpoints may have been saved from any
-    layout. UserError, before anything is read, if the placement is that of another model.
+    layout. engram "host": the tables stay mapped files, one copy for all devices of a process.
+    UserError, before anything is read, if the placement is that of another model, or for tables on
+    the host of an Orbax checkpoint.
     """
     directory = Path(directory)
     cfg = read_config(directory)
     _check_model(directory, cfg, placement.division)
-    stream = _orbax if is_orbax(directory) else _released
+    if engram == "host" and is_orbax(directory):
+        raise_problems(
+            str(directory), ["Orbax: layouts of several devices hold its Engram tables themselves"]
+        )
+    stream = _orbax if is_orbax(directory) else partial(_released, engram=engram)
     (has_draft, values), mapped = collected(
         str(directory),
         lambda: stream(directory, cfg, placement, numerics, speculation, progress),
@@ -170,6 +178,8 @@ def _released(
     numerics: Numerics,
     speculation: bool,
     progress: Progress | None,
+    *,
+    engram: str,
 ) -> Opened:
     checkpoint = ReleasedCheckpoint(directory, cfg, speculation=speculation)
 
@@ -178,16 +188,19 @@ def _released(
         total = sum(p.nbytes for p in checkpoint.parameters.values())
         done = 0
         for path, parameter in checkpoint.parameters.items():
-            stored = StoredParameter(parameter, checkpoint.files, placement.division, problems)
-            planes = stored.planes(packed=numerics.packed_weights)
-            arrays = [
-                jax.make_array_from_callback(shape, placement.sharding(path), _once(read))
-                for shape, read in planes
-            ]
+            if parameter.is_engram_table and engram == "host":
+                value = assemble(parameter, checkpoint.files.view, copy=False)
+            else:
+                stored = StoredParameter(parameter, checkpoint.files, placement.division, problems)
+                arrays = [
+                    jax.make_array_from_callback(shape, placement.sharding(path), _once(read))
+                    for shape, read in stored.planes(packed=numerics.packed_weights)
+                ]
+                value = stored.value(arrays)
             done += parameter.nbytes
             if progress:
                 progress(done, total, path)
-            yield path, stored.value(arrays)
+            yield path, value
         if problems:
             raise_problems(str(directory), list(dict.fromkeys(problems)))
 

@@ -3,6 +3,7 @@
 python -m sharding.sweep --preset flash --devices 8 --phase decode,prefill --batch 1,32
 python -m sharding.sweep --hardware gb300 --set launch_us=1.5 --set collective_us=5
 python -m sharding.sweep --checkpoint DIR --hardware this --measure
+python -m sharding.sweep ... --measure --coordinator HOST:PORT --processes 2 --process-id 0
 """
 
 import argparse
@@ -20,6 +21,7 @@ from dsv41_jax.command import exit_status, output_file
 from dsv41_jax.config import Config
 from dsv41_jax.errors import UserError
 from sharding.collectives import ALL_REDUCES
+from sharding.dispatch import DISPATCHES
 from sharding.estimate import Estimate, ShardedModel, slot_bytes
 from sharding.hardware import MEANINGS, Hardware, hardware
 from sharding.layouts import LAYOUTS, Layout, layout
@@ -27,6 +29,8 @@ from sharding.measure import Meter
 from sharding.mesh import make_mesh
 from sharding.plot import pareto, plot_front, plotting
 from sharding.probe import this_machine
+from sharding.processes import add_options as add_process_options
+from sharding.processes import join
 from sharding.roofline import PHASES, Step, require_figures
 
 Row = dict[str, Any]
@@ -62,7 +66,7 @@ class Sweep:
 def main(argv: list[str] | None = None) -> int:
     """Run a sweep; returns the exit status (0, or 2 for bad input)."""
     arguments = _parser().parse_args(argv)
-    return exit_status(lambda: _run(arguments))
+    return exit_status(lambda: (join(arguments), _run(arguments)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,6 +106,11 @@ def _parser() -> argparse.ArgumentParser:
         "--all-reduce", choices=list(ALL_REDUCES), default="psum",
         help="of a measured step of up to 64 rows (default: psum; peer needs Hopper GPUs)",
     )  # fmt: skip
+    parser.add_argument(
+        "--dispatch", choices=DISPATCHES, default="gather",
+        help="of a measured step's rows to experts of other data ranks (default: gather)",
+    )  # fmt: skip
+    add_process_options(parser)
     parser.add_argument("--json", metavar="FILE", help="the same numbers for programs")
     parser.add_argument("--plot", metavar="FILE.png", help="tokens/s a user against tokens/s a GPU")
     return parser
@@ -110,12 +119,15 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> None:
     sweep = read_sweep(arguments)
     with ExitStack() as files:
-        plot = None
-        if arguments.plot:
+        plot, out, first = None, None, arguments.process_id == 0
+        if arguments.plot and first:
             plotting(arguments.plot)
             plot = files.enter_context(output_file(arguments.plot))
-        out = files.enter_context(output_file(arguments.json)) if arguments.json else None
+        if arguments.json and first:
+            out = files.enter_context(output_file(arguments.json))
         rows = sweep.rows()
+        if not first:  # of several that measure the same steps together
+            return
         if plot:
             plot_front(rows, sweep.machine.label, plot)
         if out:
@@ -153,7 +165,11 @@ def read_sweep(arguments: argparse.Namespace) -> Sweep:
     )
     meter = None
     if arguments.measure:
-        meter = Meter(arguments.checkpoint, all_reduce=arguments.all_reduce)
+        meter = Meter(
+            arguments.checkpoint, all_reduce=arguments.all_reduce, dispatch=arguments.dispatch
+        )
+    elif arguments.processes > 1:
+        raise UserError(f"--processes {arguments.processes}: only --measure needs several")
     return Sweep(cfg, machine, models, left_out, steps, meter)
 
 

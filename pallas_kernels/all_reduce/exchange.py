@@ -9,6 +9,8 @@ VECTOR = 8  # bf16 that a thread moves at once, 16 bytes
 MAX_ROWS = 64
 MAX_RANKS = 16
 RESIDENT = 4 * 132  # blocks that a Hopper GPU surely holds at once
+FUSED_ROWS = 32  # 64 in the fused kernel cost more than its goal
+FUSED_WIDTH = 5120  # more threads leave too few registers
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,12 @@ class Exchange:
         """
         divisible = self.rows * self.width % (VECTOR * self.ranks) == 0
         return self.ranks > 2 and self.rows > 128 // self.ranks and divisible
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the pass over the streams behind the sum takes it in."""
+        few = self.rows <= FUSED_ROWS and self.width <= FUSED_WIDTH
+        return few and not self.two_shot
 
     @property
     def part(self) -> int:

@@ -9,7 +9,6 @@ from pallas_kernels.inline_ptx import BARRIER
 from pallas_kernels.mhc import fused_ptx
 from pallas_kernels.mhc.fused_ptx import Fused
 
-MAX_WIDTH = 5120  # more threads leave too few registers
 OUTPUT = ("y0", "y1", "y2", "y3")  # the pass's registers of the sublayer's output
 
 

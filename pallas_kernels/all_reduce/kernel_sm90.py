@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import inline_ptx
 from pallas_kernels.all_reduce import exchange_ptx, fused_ptx
-from pallas_kernels.all_reduce.exchange import SLOTS, THREADS, Exchange
+from pallas_kernels.all_reduce.exchange import FUSED_WIDTH, SLOTS, THREADS, Exchange
 from pallas_kernels.mhc.fused_ptx import STREAMS, Fused
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -140,8 +140,8 @@ def all_reduce_norm(
         table=(table, (1, e.table_words), jnp.int32),
     )
     flat = comb.reshape(rows, STREAMS * STREAMS)
-    if d > fused_ptx.MAX_WIDTH:
-        raise ValueError(f"{e.width=} must be at most {fused_ptx.MAX_WIDTH}")
+    if d > FUSED_WIDTH:
+        raise ValueError(f"{e.width=} must be at most {FUSED_WIDTH}")
     if e.two_shot:
         raise ValueError(f"{e.rows=} over {e.ranks=} must be summed in one crossing")
     return fused_launcher(e, slot, norm_eps)(h, y, post, flat, pre, weight, table, after)

@@ -1,7 +1,5 @@
 """Engram on Hopper in two launches, one before and one behind the projection of the rows: the
 gather that dequantises, and the gate with its addition (ARCHITECTURE 9.4).
-
-Not all of their cases are timed yet, so ``auto`` does not choose them.
 """
 
 from collections.abc import Callable

@@ -26,11 +26,13 @@ from pallas_kernels.check import (
 )
 from pallas_kernels.check.bounds import DOT_REL, REFERENCE_REL_RMS, SERVING_REL
 from pallas_kernels.linear import ref
-from pallas_kernels.linear.op import build_many
+from pallas_kernels.linear.op import build_many, build_normed
+from pallas_kernels.norm import rms_norm
 from pallas_kernels.numerics import REFERENCE, SERVING
 from pallas_kernels.quant import Fp8Blocks, dequantized
 
 F32, BF16 = jnp.float32, jnp.bfloat16
+EPS = 1e-6  # of the norm
 COLD_BYTES = 120e6  # of weights taken in turn: twice what L2 holds
 
 
@@ -38,7 +40,7 @@ COLD_BYTES = 120e6  # of weights taken in turn: twice what L2 holds
 class Case:
     """x [rows, k] times one matrix or several of ``outputs`` rows; weight: ``fp8``
     (``Fp8Blocks``), ``fp4`` (``Fp4Rows``) or ``plain``. ``early``: weights are read before the
-    kernel ahead has ended.
+    kernel ahead has ended. ``norm``: behind an RMSNorm of x.
     """
 
     matrix: str
@@ -47,6 +49,7 @@ class Case:
     k: int
     weight: str = "fp8"
     early: bool = False
+    norm: bool = False
 
     @property
     def n(self) -> int:
@@ -58,7 +61,8 @@ class Case:
         return self.n * self.k * (1 + 1 / 1024) + 2 * self.rows * (self.k + self.n)
 
     def __str__(self) -> str:
-        return f"matrix={self.matrix},rows={self.rows}" + ",early=1" * self.early
+        name = f"matrix={self.matrix},rows={self.rows}"
+        return name + ",early=1" * self.early + ",norm=1" * self.norm
 
 
 MATRICES = {
@@ -88,6 +92,8 @@ CASES = (
         for name in ("wq_a+wkv", "wo_b", "shared_w2")
         for rows in (1, 32)
     ),
+    *(Case("wq_b", rows, *MATRICES["wq_b"], norm=True) for rows in (1, 8, 32, 128)),
+    *(Case("wq_b+indexer", rows, (32768, 4096), 1280, norm=True) for rows in (1, 32)),
     *(Case(name, rows, *MATRICES[name]) for name in MAIN for rows in (512, 8192)),
     *(Case(name, 32768, *MATRICES[name]) for name in ("wq_b", "wo_b")),
 )
@@ -98,6 +104,7 @@ CHECKED = (
     Case("odd", 50, (1056,), 1056),
     Case("odd", 129, (96, 32), 160),
     Case("odd", 1000, (1056,), 1056),
+    Case("odd", 19, (96, 32), 160, norm=True),
     Case("draft_main", 5, (5120,), 15360),
     Case("draft_main", 60, (5120,), 15360),
     Case("draft_main", 300, (5120,), 15360),
@@ -135,16 +142,26 @@ def xla_path(x: Array, weights: tuple[Fp8Blocks, ...]) -> tuple[Array, ...]:
 
 def problem(case: Case, impl: str, seed: int) -> Problem | None:
     if impl != "pallas":
-        return None if case.early else timed(case, _waiting, seed)
-    from pallas_kernels.linear.kernel_sm90 import launcher
+        return None if case.early else timed(case, partial(_waiting, norm=case.norm), seed)
+    from pallas_kernels.linear import kernel_sm90, skinny_shape
 
-    launch = launcher(case.rows, case.k, case.outputs, early=case.early, after=True)
+    if case.norm:
+        s = skinny_shape.tuned(case.rows, case.k, case.outputs, norm=EPS)
+        return timed(case, chained(kernel_sm90.skinny_launcher(s, after=True), _weight(case)), seed)
+    options = {"early": case.early, "after": True}
+    launch = kernel_sm90.launcher(case.rows, case.k, case.outputs, **options)
     return timed(case, chained(launch), seed)
+
+
+def _weight(case: Case) -> Array:
+    """Of the norm: bf16 near 1."""
+    draw = jax.random.normal(jax.random.key(case.k), (case.k,), BF16)
+    return 1 + draw / 4
 
 
 def timed(case: Case, run: Callable, seed: int) -> Problem:
     """Executions of run(results before, x, weights) -> results."""
-    executions = 24 if case.rows <= 128 else 4
+    executions = 72 if case.rows <= 128 else 4  # the loop around them waits for the host
     sets = min(executions, max(2, -(-int(COLD_BYTES) // (case.n * case.k))))
     data = tuple(inputs(case, seed + i) for i in range(sets))
 
@@ -161,19 +178,22 @@ def timed(case: Case, run: Callable, seed: int) -> Problem:
     )
 
 
-def chained(launch: Callable) -> Callable:
+def chained(launch: Callable, *norm: Array) -> Callable:
     """A launch with an operand that it does not read, by which each execution waits."""
 
     def run(carry: tuple, x: Array, weights: tuple[Fp8Blocks, ...]) -> tuple[Array, ...]:
         planes = [plane for w in weights for plane in (w.codes, w.scales)]
-        return tuple(launch(x, *planes, carry[0]))
+        return tuple(launch(x, *planes, *norm, carry[0]))
 
     return run
 
 
-def _waiting(carry: tuple, x: Array, weights: tuple[Fp8Blocks, ...]) -> tuple[Array, ...]:
-    """Scales plus zero: each execution waits for the one before it."""
-    zero = (0 * carry[0][0, 0]).astype(jnp.uint8)
+def _waiting(
+    carry: tuple, x: Array, weights: tuple[Fp8Blocks, ...], *, norm: bool = False
+) -> tuple[Array, ...]:
+    """Scales plus zero: each execution waits for all results of the one before it."""
+    zero = jnp.asarray(0 * sum(c[0, 0] for c in carry)).astype(jnp.uint8)
+    x = rms_norm(x, jnp.ones(x.shape[-1:], BF16), EPS) if norm else x
     return xla_path(x, tuple(Fp8Blocks(w.codes, w.scales + zero) for w in weights))
 
 
@@ -194,11 +214,17 @@ def _integers(case: Case, seed: int) -> tuple[Array, tuple[Fp8Blocks, ...]]:
 
 
 def _kernel(case: Case) -> Callable:
+    if case.norm:
+        return partial(_normed, build_normed("mosaic"), _weight(case))
     if not case.early:
         return build_many("mosaic")
     from pallas_kernels.linear import kernel_sm90
 
     return partial(kernel_sm90.linears, early=True)
+
+
+def _normed(run: Callable, norm: Array, x: Array, weights: Any, **options: Any) -> tuple:
+    return run(x, norm, weights, eps=EPS, **options)
 
 
 @jax.jit
@@ -214,14 +240,18 @@ def checks(case: Case, seed: int, run: Callable | None = None) -> Iterator[Check
     run = run or _kernel(case)
     x, weights = inputs(case, seed)
     drawn = np.sort(np.random.default_rng(seed).permutation(case.rows)[:DRAWN])
-    kinds = (("serving", SERVING, None), ("reference", REFERENCE, None), ("sums", SERVING, F32))
+    kinds = [("serving", SERVING, None), ("reference", REFERENCE, None), ("sums", SERVING, F32)]
+    given = x[drawn]
+    if case.norm:
+        del kinds[2]
+        given = exact(partial(rms_norm, eps=EPS))(given, _weight(case))
     for kind, numerics, out_dtype in kinds:
-        options = {"numerics": numerics, "out_dtype": out_dtype}
+        options = {"numerics": numerics} | ({} if case.norm else {"out_dtype": out_dtype})
         program = Program(partial(run, **options), x, weights)
         want = exact(partial(ref.linear, **options))
         results = take(program(x, weights), drawn)
         for i, (got, w) in enumerate(zip(results, weights, strict=True)):
-            name, expected = f"{kind}: drawn rows of matrix {i}", want(x[drawn], w)
+            name, expected = f"{kind}: drawn rows of matrix {i}", want(given, w)
             if out_dtype is not None:
                 yield Check(name, float(_worst(got, expected, x[drawn], w)), DOT_REL)
             elif numerics is SERVING:
@@ -236,9 +266,10 @@ def _properties(case: Case, seed: int, program: Program) -> Iterator[Check]:
     rng = np.random.default_rng(seed)
     whole, weights = _integers(case, seed)
     drawn = np.sort(rng.permutation(case.rows)[:DRAWN])
-    want = exact(partial(ref.linear, numerics=SERVING))
-    expected = tuple(want(whole[drawn], w) for w in weights)
-    yield same("integers, bits", take(program(whole, weights), drawn), expected)
+    if not case.norm:  # whose quotients are no integers
+        want = exact(partial(ref.linear, numerics=SERVING))
+        expected = tuple(want(whole[drawn], w) for w in weights)
+        yield same("integers, bits", take(program(whole, weights), drawn), expected)
 
     x, weights = inputs(case, seed)
     got = program(x, weights)

@@ -1,7 +1,5 @@
 """FP8 ``linear`` on Hopper, weights read as released and dequantised in registers (ARCHITECTURE
 0.1).
-
-Not all of their cases are timed yet, so ``auto`` does not choose them.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ from pallas_kernels import inline_ptx
 from pallas_kernels.linear import arrange_ptx, broad_ptx, broad_shape, skinny_ptx, skinny_shape
 from pallas_kernels.linear.broad_shape import Broad
 from pallas_kernels.linear.skinny_shape import MAX_K, ROWS, Skinny
+from pallas_kernels.norm import rms_norm
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.quant import Fp8Blocks, Fp8Rows, Packed
 
@@ -72,11 +71,46 @@ def linears(
     wide = out_dtype is not None and jnp.dtype(out_dtype) == F32
     if rows == 0:
         return tuple(jnp.zeros((*lead, n), F32 if wide else BF16) for n in outputs)
-    packed = [w for w in weights if isinstance(w, Fp8Blocks)]
-    planes = [plane for w in packed for plane in (w.codes, w.scales)]
     launch = launcher(rows, k, outputs, wide=wide, early=early)
-    results = launch(x.reshape(rows, k), *planes)
+    results = launch(x.reshape(rows, k), *_planes(weights))
     return tuple(y.reshape(*lead, n) for y, n in zip(results, outputs, strict=True))
+
+
+def normed_unfit(
+    x: Array, norm: Array, weights: Sequence[Array | Packed], numerics: Numerics
+) -> str:
+    """Why ``normed_linears`` refuses these operands; empty if it does not."""
+    if norm.dtype != BF16 or norm.shape != x.shape[-1:]:
+        return f"{norm.shape=} {norm.dtype=} must be bfloat16 {x.shape[-1:]}"
+    return unfit(x, weights, numerics)
+
+
+def normed_linears(
+    x: Array,
+    norm: Array,
+    weights: Sequence[Array | Packed],
+    *,
+    eps: float,
+    numerics: Numerics,
+    early: bool = False,
+) -> tuple[Array, ...]:
+    """``op.build_normed``'s contract on an sm_90 GPU; ``ValueError`` for what ``normed_unfit``
+    names. Bits of a row and ``early`` are as of ``linears``.
+    """
+    if why := normed_unfit(x, norm, weights, numerics):
+        raise ValueError(why)
+    lead, k = x.shape[:-1], x.shape[-1]
+    rows, outputs = prod(lead), tuple(w.shape[0] for w in weights)
+    if numerics.round_activations or not 0 < rows <= ROWS:
+        return linears(rms_norm(x, norm, eps), weights, numerics=numerics, early=early)
+    launch = skinny_launcher(skinny_shape.tuned(rows, k, outputs, norm=eps, early=early))
+    results = launch(x.reshape(rows, k), *_planes(weights), norm)
+    return tuple(y.reshape(*lead, n) for y, n in zip(results, outputs, strict=True))
+
+
+def _planes(weights: Sequence[Array | Packed]) -> list[Array]:
+    packed = [w for w in weights if isinstance(w, Fp8Blocks)]
+    return [plane for w in packed for plane in (w.codes, w.scales)]
 
 
 def launcher(
@@ -98,14 +132,14 @@ def launcher(
 
 @lru_cache(maxsize=256)
 def skinny_launcher(s: Skinny, after: bool = False) -> Callable:
-    """``launcher`` for up to ``ROWS`` rows."""
-    count = len(s.outputs)
-    body = inline_ptx.block(skinny_ptx.program(s), gmem=1 + 3 * count, smem=1, scalars=1)
+    """``launcher`` for up to ``ROWS`` rows; a norm's weight comes behind the matrices."""
+    inputs, count, normed = 1 + 2 * len(s.outputs), len(s.outputs), s.norm is not None
+    body = inline_ptx.block(skinny_ptx.program(s), gmem=inputs + count + normed, smem=1, scalars=1)
 
     def linear_few_rows(*refs):
-        inputs = 1 + 2 * count
-        refs = refs[:inputs] + refs[inputs + after :]
-        body(*refs, lax.axis_index("tile"))
+        norm, refs = refs[inputs : inputs + normed], refs[:inputs] + refs[inputs + normed + after :]
+        *refs, words = refs
+        body(*refs, *norm, words, lax.axis_index("tile"))
         if s.early:
             plgpu.griddepcontrol_wait()  # asks for the launch attribute; the body has waited
 

@@ -2,6 +2,7 @@
 dequantised there and multiplied (``fragment_ptx``); a cluster adds the parts of K.
 """
 
+from pallas_kernels.inline_ptx import f32
 from pallas_kernels.linear.fragment_ptx import (
     MEET,
     PART,
@@ -19,24 +20,33 @@ from pallas_kernels.linear.skinny_shape import THREADS, WARPS, Skinny
 
 LOAD = "ld.global.L1::no_allocate.L2::128B.v4.b32"
 FRAGMENT = 1024  # bytes of a unit of eight rows of x
-BATCH = 5  # loads of such a unit that a warp has in flight
+BATCH, NORMED_BATCH = 5, 3  # loads of such a unit that a warp has in flight
 
 
 def program(s: Skinny) -> list[str]:
-    """Operands: x, codes and scales of each matrix, outputs (GMEM), SMEM words, cluster."""
+    """Operands: x, codes and scales of each matrix, outputs, the norm's weight if there is one
+    (GMEM), SMEM words, cluster.
+    """
     ahead = min(s.depth, s.units)
     lines = [*_registers(s), *_place(s)]
     lines += [*[line for u in range(ahead) for line in _load(s, u)], PIN]
     if s.early:
         lines.append("griddepcontrol.wait; griddepcontrol.launch_dependents;")
-    for first in range(0, s.tasks, WARPS * BATCH):
+    for first in range(0, s.tasks, WARPS * _batch(s)):
         lines += [*_fetch(s, first), *_keep(s, first)]
     lines.append(_meet())
+    if s.norm is not None:
+        lines += _squares(s)
     for u in range(s.units):
         lines += _unit(s, u)
         if u + ahead < s.units:
             lines += [*_load(s, u + ahead), PIN]
     return [*lines, _meet(), *_stash(s), *_sum(s)]
+
+
+def _batch(s: Skinny) -> int:
+    """As many as leave registers for the weights under way."""
+    return BATCH if s.norm is None else NORMED_BATCH
 
 
 def _meet() -> str:
@@ -47,19 +57,23 @@ def _registers(s: Skinny) -> list[str]:
     lines = [
         ".reg .b32 tid, lane, warp, gi, qi, row, n, block, tok0, live, column, scale, sm, xs;",
         ".reg .b32 rank, i, j, u, e, f, at, t0, t1, t2; .reg .b64 x, wp, sp, op, wide, other;",
-        f".reg .pred p, in, on<{BATCH}>; .reg .f32 acc<{s.tiles * s.tokens // 2}>;",
-        f".reg .b32 w<{8 * BATCH}>, to<{BATCH}>, v<8>, y<2>, a<{16 * s.tiles}>;",
+        f".reg .pred p, in, on<{_batch(s)}>; .reg .f32 acc<{s.tiles * s.tokens // 2}>;",
+        f".reg .b32 w<{8 * _batch(s)}>, to<{_batch(s)}>, v<8>, y<2>, a<{16 * s.tiles}>;",
         f".reg .f32 z<{4 * s.splits}>;",
     ]
     for u in range(s.units):
         lines.append(f".reg .b32 r{u}_<{8 * s.tiles}>, b{u};")
+    if s.norm is not None:
+        lines.append(
+            f".reg .b64 norm; .reg .b32 g<{8 * _batch(s)}>; .reg .f32 ss, lo, hi, glo, ghi;"
+        )
     return lines
 
 
 def _place(s: Skinny) -> list[str]:
     """Which matrix, rows and columns are this block's, and this thread's addresses there."""
     count = len(s.outputs)
-    smem, cluster = (f"${3 * count + 1 + i}" for i in range(2))
+    *norm, smem, cluster = (f"${3 * count + 1 + i}" for i in range(2 + (s.norm is not None)))
     lines = [
         "mov.u32 tid, %tid.x; shr.u32 warp, tid, 5; and.b32 lane, tid, 31;",
         f"shr.u32 gi, lane, 2; and.b32 qi, tid, 3; mov.b32 sm, {smem}; mov.b64 x, $0;",
@@ -78,6 +92,7 @@ def _place(s: Skinny) -> list[str]:
         ]
     return [
         *lines,
+        *[f"mov.b64 norm, {operand};" for operand in norm],
         f"sub.u32 block, block, i; mul.lo.u32 block, block, {s.block_rows};",
         # Warps past the end of the matrix read its last rows; nobody stores those sums.
         f"mad.lo.u32 row, warp, {s.warp_rows}, block; sub.u32 i, n, {s.warp_rows};",
@@ -110,7 +125,7 @@ def _fetch(s: Skinny, first: int) -> list[str]:
     are left out, columns past the end of K are 0.
     """
     lines, groups = [], s.tokens // 8
-    for b in range(BATCH):
+    for b in range(_batch(s)):
         if first + WARPS * b >= s.tasks:
             break
         lines += [
@@ -131,6 +146,12 @@ def _fetch(s: Skinny, first: int) -> list[str]:
         for half in range(2):
             words = vector("w", 8 * b + 4 * half)
             lines.append(f"@{guard} ld.global.v4.b32 {words}, [wide+{16 * half}];")
+        if s.norm is not None:
+            lines += [f"mov.b32 g{8 * b + i}, 0;" for i in range(8)]
+            lines.append("add.s64 other, other, norm;")
+            for half in range(2):
+                words = vector("g", 8 * b + 4 * half)
+                lines.append(f"@{guard} ld.global.v4.b32 {words}, [other+{16 * half}];")
     return lines
 
 
@@ -139,15 +160,66 @@ def _keep(s: Skinny, first: int) -> list[str]:
     rows][half][lane][16 bytes].
     """
     lines = []
-    for b in range(BATCH):
+    for b in range(_batch(s)):
         if first + WARPS * b >= s.tasks:
             break
+        if s.norm is not None:
+            lines += _weighed(s, first, b)
         for step in range(STEPS):
             w = 8 * b + 2 * step
             lines += arrange(f"w{w}", f"w{w + 1}", f"v{2 * step}", f"v{2 * step + 1}")
         for half in range(2):
             lines.append(f"@on{b} st.shared.v4.b32 [to{b}+{512 * half}], {vector('v', 4 * half)};")
     return lines
+
+
+def _weighed(s: Skinny, first: int, b: int) -> list[str]:
+    """A task's x times the norm's weight in its place, and the sum of its squares to shared memory:
+    [unit][group of eight rows][row].
+    """
+    lines = ["mov.f32 ss, 0f00000000;"]
+    for i in range(8 * b, 8 * b + 8):
+        lines += [
+            f"shl.b32 lo, w{i}, 16; and.b32 hi, w{i}, 0xFFFF0000;",
+            f"shl.b32 glo, g{i}, 16; and.b32 ghi, g{i}, 0xFFFF0000;",
+            "fma.rn.f32 ss, lo, lo, ss; fma.rn.f32 ss, hi, hi, ss;",
+            f"mul.f32 lo, lo, glo; mul.f32 hi, hi, ghi; cvt.rn.bf16x2.f32 w{i}, hi, lo;",
+        ]
+    for lanes in (1, 2):
+        lines.append(f"shfl.sync.bfly.b32 lo, ss, {lanes}, 31, 0xffffffff; add.f32 ss, ss, lo;")
+    return [
+        *lines,
+        f"setp.eq.and.u32 p, qi, 0, on{b}; add.u32 i, warp, {first + WARPS * b};",
+        "mad.lo.u32 i, i, 8, gi; mad.lo.u32 i, i, 4, sm;",
+        f"@p st.shared.f32 [i+{4 * s.square_words}], ss;",
+    ]
+
+
+def _squares(s: Skinny) -> list[str]:
+    """Each live row's sum of squares in this block's columns to shared memory."""
+    at = s.square_words
+    lines = [
+        "setp.ge.u32 p, tid, live; @p bra SQUARES; mad.lo.u32 i, tid, 4, sm;",
+        "mov.f32 ss, 0f00000000;",
+    ]
+    for u in range(s.units):
+        lines.append(f"ld.shared.f32 lo, [i+{4 * (at + u * s.tokens)}]; add.f32 ss, ss, lo;")
+    return [*lines, f"st.shared.f32 [i+{4 * (at + s.units * s.tokens)}], ss;", "SQUARES:"]
+
+
+def _normed(s: Skinny) -> list[str]:
+    """The sums of row j over its size."""
+    at = 4 * (s.square_words + s.units * s.tokens)
+    lines = ["mad.lo.u32 f, j, 4, sm; mov.f32 ss, 0f00000000;"]
+    for r in range(s.splits):
+        read = f"ld.shared.f32 lo, [f+{at}];"
+        if s.splits > 1:
+            read = f"mapa.shared::cluster.u32 u, f, {r}; ld.shared::cluster.f32 lo, [u+{at}];"
+        lines.append(f"{read} add.f32 ss, ss, lo;")
+    lines.append(
+        f"fma.rn.f32 ss, ss, {f32(1 / s.k)}, {f32(s.norm or 0)}; rsqrt.approx.ftz.f32 ss, ss;"
+    )
+    return [*lines, *[f"mul.f32 z{c}, z{c}, ss;" for c in range(4)]]
 
 
 def _unit(s: Skinny, u: int) -> list[str]:
@@ -200,6 +272,7 @@ def _sum(s: Skinny) -> list[str]:
             "mad.lo.u32 f, f, 4, sm;",
             *_read(s),
             *_add(s.splits),
+            *(_normed(s) if s.norm is not None else []),
             "add.u32 j, j, tok0; mul.lo.u32 j, j, n; add.u32 j, j, e;",
             f"mul.wide.u32 wide, j, {4 if s.wide else 2}; add.s64 wide, wide, op;",
             *store_four(s.wide, "z"),

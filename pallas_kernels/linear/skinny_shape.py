@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from pallas_kernels.linear.fragment_ptx import UNIT
 
@@ -13,6 +14,7 @@ WARPS = 4
 THREADS = 32 * WARPS
 TOKENS = (8, 16, 32, 64)  # rows of x that a block multiplies
 SPLITS = (1, 2, 4, 8)
+NORMED = 10  # tiles of a unit in flight, at most, where a norm takes registers
 UNITS = 16  # of a split, at most where 8 splits do
 MAX_K = 16384  # 32 units of 64 rows of x would not fit in shared memory; of 32 rows they do
 SMEM_BYTES = 226 * 1024
@@ -27,7 +29,8 @@ class Skinny:
     A warp takes 16 * ``tiles`` rows of one matrix, its block ``tokens`` rows of x and one of
     ``splits`` parts of K; the splits of a tile are a cluster and are added in their order.
     ``depth`` units of 64 columns are on their way to registers. ``early``: weights are loaded
-    before the kernel ahead has ended, so no kernel that may still run can write them.
+    before the kernel ahead has ended, so no kernel that may still run can write them. ``norm``: the
+    eps of the RMSNorm of x that goes before, if one does.
     """
 
     rows: int
@@ -39,6 +42,7 @@ class Skinny:
     depth: int
     wide: bool = False  # float32 outputs
     early: bool = False
+    norm: float | None = None
 
     def __post_init__(self):
         if self.tokens not in TOKENS or self.tiles not in (1, 2):
@@ -93,13 +97,21 @@ class Skinny:
         return self.units * self.tokens // 8
 
     @property
-    def words(self) -> int:
-        """Of shared memory: the inputs of a split, later its sums."""
+    def square_words(self) -> int:
+        """The inputs of a split, later its sums: sums of squares lie behind them, those of units
+        and those of all.
+        """
         return max(self.units * UNIT * self.tokens // 2, self.tokens * self.pitch)
+
+    @property
+    def words(self) -> int:
+        """Of shared memory."""
+        squares = 0 if self.norm is None else (self.units + 1) * self.tokens
+        return self.square_words + squares
 
 
 @lru_cache(maxsize=256)
-def tuned(rows: int, k: int, outputs: tuple[int, ...], **options: bool) -> Skinny:
+def tuned(rows: int, k: int, outputs: tuple[int, ...], **options: Any) -> Skinny:
     """The measured setting of the smallest bucket that holds ``rows``, else as few splits as make
     three blocks a multiprocessor, of four units at least and ``UNITS`` at most where K allows.
     """
@@ -109,15 +121,15 @@ def tuned(rows: int, k: int, outputs: tuple[int, ...], **options: bool) -> Skinn
         for entry in json.loads(TUNED.read_text()).get("linear_few_rows", [])
         if entry["rows"] >= rows and (entry["k"], tuple(entry["outputs"])) == (k, outputs)
     ]
-    if not fits:
-        return own
-    best = min(fits, key=lambda entry: entry["rows"])
-    return replace(own, **{name: best[name] for name in SETTINGS})
+    if fits:
+        best = min(fits, key=lambda entry: entry["rows"])
+        own = replace(own, **{name: best[name] for name in SETTINGS})
+    return own if own.norm is None else replace(own, depth=min(own.depth, NORMED // own.tiles))
 
 
-def _estimated(rows: int, k: int, outputs: tuple[int, ...], **options: bool) -> Skinny:
+def _estimated(rows: int, k: int, outputs: tuple[int, ...], **options: Any) -> Skinny:
     splits = _splits(rows, k, outputs)
-    room = SMEM_BYTES // (2 * UNIT * -(-k // (UNIT * splits)))
+    room = SMEM_BYTES // ((2 * UNIT + 4) * -(-k // (UNIT * splits)) + 4)
     tokens = next((t for t in TOKENS if rows <= t), TOKENS[-1])
     tokens = max(t for t in TOKENS if t <= min(tokens, room))
     depth = {8: 12, 16: 10, 32: 6, 64: 4}[tokens]

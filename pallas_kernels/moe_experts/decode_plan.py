@@ -154,7 +154,7 @@ def round_activations(x: Array) -> Array:
 
 def combine(y: Array, shared: Array, ids: Array, experts: int, round_outputs: bool) -> Array:
     """y f32 [R * k, splits, D] (unwritten where the id is invalid), shared f32 [R, splits, D] to
-    bf16 [R, D].
+    f32 [R, D].
     """
     rows, k = ids.shape
     valid = (ids >= 0) & (ids < experts)
@@ -170,4 +170,4 @@ def combine(y: Array, shared: Array, ids: Array, experts: int, round_outputs: bo
     total = jnp.zeros((rows, y.shape[-1]), jnp.float32)
     for slot in range(k):
         total = total + jnp.where(valid[:, slot, None], expert(y[:, slot]), 0)
-    return (total + expert(shared)).astype(jnp.bfloat16)
+    return total + expert(shared)

@@ -189,4 +189,5 @@ def moe_experts_decode(
         (Chunk(FP8, d8), Chunk(FP8, f8)), d, width, limit, np.zeros(tiles, int),
     )  # fmt: skip
     y8 = shared.reshape(-1, 1, d)[:rows].astype(np.float32)
-    return dp.combine(jnp.asarray(y), jnp.asarray(y8), ids, experts, False)
+    total = dp.combine(jnp.asarray(y), jnp.asarray(y8), ids, experts, False)
+    return total.astype(jnp.bfloat16)

@@ -111,4 +111,4 @@ def moe_experts_prefill(
             columns = slice(tile * TILE_BLOCKS * 64, min(s.d, (tile + 1) * TILE_BLOCKS * 64))
             values = acc[: columns.stop - columns.start].T
             y[first : first + len(values), columns] = values.astype(ml_dtypes.bfloat16)
-    return pp.combine(jnp.asarray(y), shared, plan.places)
+    return pp.combine(jnp.asarray(y), shared, plan.places).astype(jnp.bfloat16)

@@ -39,15 +39,16 @@ def moe_experts_decode(
     shared: bool = True,
     blocks: int = 132,
     tuning: Tuning | None = None,
+    out_dtype: jnp.dtype | None = None,
 ) -> Array:
     """``op.build``'s contract for few rows on an sm_90 GPU, with the weights of ``repack.pack``.
 
     x bf16 [R, D], ids int32 [R, k], different within a row (one outside 0 .. E - 1 reaches no
     expert), weights f32 [R, k]; ``experts`` E and ``width`` F of the packed stack, ``blocks`` the
-    GPU's multiprocessors. Returns bf16 [R, D]. Rows that reach no expert may hold NaN and change no
-    other row. A row's result has the same bits whatever the other rows, within up to 8 rows and
-    above, as long as ``tuning`` is the same. Without ``shared`` the shared expert adds nothing; its
-    weights are read all the same.
+    GPU's multiprocessors. Returns [R, D] of ``out_dtype``, by default bf16. Rows that reach no
+    expert may hold NaN and change no other row. A row's result has the same bits whatever the other
+    rows, within up to 8 rows and above, as long as ``tuning`` is the same. Without ``shared`` the
+    shared expert adds nothing; its weights are read all the same.
 
     Serving numerics round SwiGLU outputs to bf16 and nothing else. Reference numerics round
     activations, gates and expert outputs as the reference does, in two launches. float32 numerics:
@@ -56,7 +57,7 @@ def moe_experts_decode(
     rows, d = x.shape
     _check_arguments(x, ids, weights, numerics)
     if rows == 0:
-        return x
+        return x.astype(out_dtype or jnp.bfloat16)
     tuning = tuning or tuned(rows, experts, width)
     s = Shape(rows, ids.shape[1], experts, d, width, limit, blocks, tuning)
     parts = {"up": s.up, "down": s.down, "shared_up": s.up8, "shared_down": s.down8}
@@ -74,7 +75,7 @@ def moe_experts_decode(
         y, shared_y = launcher(s, (False, True), True)(*args, *_round_t(s, *t), packed)
     else:
         y, shared_y = launcher(s, (True, True), False)(*args, packed)
-    return dp.combine(y, shared_y, ids, experts, rounded)
+    return dp.combine(y, shared_y, ids, experts, rounded).astype(out_dtype or jnp.bfloat16)
 
 
 def _check_arguments(x: Array, ids: Array, weights: Array, numerics: Numerics) -> None:
@@ -114,6 +115,7 @@ def moe_experts_prefill(
     limit: float,
     numerics: Numerics,
     blocks: int = 132,
+    out_dtype: jnp.dtype | None = None,
 ) -> Array:
     """As ``moe_experts_decode``, for many rows; ``shared`` is the shared expert as released, or
     None: it adds nothing then.
@@ -124,7 +126,7 @@ def moe_experts_prefill(
     rows, d = x.shape
     _check_arguments(x, ids, weights, numerics)
     if rows == 0:
-        return x
+        return x.astype(out_dtype or jnp.bfloat16)
     s = prefill_shape.Shape(rows, ids.shape[1], experts, d, width, limit, blocks)
     _check_weights(packed, experts, {"up": s.product(down=False), "down": s.product(down=True)})
     plan = pp.make_plan(ids, weights, s)
@@ -136,8 +138,11 @@ def moe_experts_prefill(
         t = _round_image(s, t)
     y = pk.product(s, True, rounded)(plan.items, t, packed.down)
     if shared is None:
-        return pp.combine(y, jnp.zeros_like(x), plan.places)
-    return pp.combine(y, shared_expert(x, shared, limit=limit, numerics=numerics), plan.places)
+        both = pp.combine(y, jnp.zeros_like(x), plan.places)
+    else:
+        own = shared_expert(x, shared, limit=limit, numerics=numerics)
+        both = pp.combine(y, own, plan.places)
+    return both.astype(out_dtype or jnp.bfloat16)
 
 
 def shared_expert(x: Array, w: ExpertWeights, *, limit: float, numerics: Numerics) -> Array:

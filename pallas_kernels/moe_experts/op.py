@@ -5,6 +5,7 @@ steps 4 and 5).
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -19,7 +20,8 @@ DECODE_ROWS = 128  # more rows run the prefill kernel
 
 def build(kernels: str) -> Callable:
     """moe_experts(x [R, D], ids int32 [R, k], weights f32 [R, k], experts, shared, *, limit,
-    numerics) -> [R, D].
+    numerics, out_dtype=None) -> [R, D] of ``out_dtype``, by default ``numerics.dtype``; float32
+    keeps what a sum over ranks would else round twice.
 
     experts: ``ExpertWeights`` stacked [E, ...] (``Fp4Rows``) or, for the Mosaic kernels, what
     ``repack.pack`` makes of them; shared: one ``ExpertWeights`` (``Fp8Blocks``), of width 0 where
@@ -45,12 +47,14 @@ def build(kernels: str) -> Callable:
         *,
         limit: float,
         numerics: Numerics,
+        out_dtype: jnp.dtype | None = None,
     ) -> Array:
         packed = isinstance(experts, PackedExperts)
         if jax.config.jax_enable_checks:
             jax.debug.callback(_check_ids, ids, expert_count(experts, x.shape[-1]))
         chosen = _reference if by_weights and not packed else run
-        return chosen(x, ids, weights, experts, shared, limit=limit, numerics=numerics)
+        options = {"limit": limit, "numerics": numerics, "out_dtype": out_dtype}
+        return chosen(x, ids, weights, experts, shared, **options)
 
     return moe_experts
 
@@ -76,10 +80,13 @@ def _reference(
     *,
     limit: float,
     numerics: Numerics,
+    out_dtype: jnp.dtype | None,
 ) -> Array:
     if not isinstance(experts, ExpertWeights):
         raise ValueError(f"{type(experts).__name__} of 'reference' moe_experts must be unpacked")
-    return ref.moe_experts(x, ids, weights, experts, shared, limit=limit, numerics=numerics)
+    return ref.moe_experts(
+        x, ids, weights, experts, shared, limit=limit, numerics=numerics, out_dtype=out_dtype
+    )
 
 
 def _mosaic(
@@ -91,6 +98,7 @@ def _mosaic(
     *,
     limit: float,
     numerics: Numerics,
+    out_dtype: jnp.dtype | None,
 ) -> Array:
     from pallas_kernels.moe_experts import kernel_sm90
 
@@ -98,8 +106,10 @@ def _mosaic(
         raise ValueError(f"{type(experts).__name__} of 'mosaic' moe_experts must be packed")
     count, present = packed_count(experts, x.shape[-1]), shared.w1.shape[0] > 0
     if count == 0:
-        return kernel_sm90.shared_expert(x, shared, limit=limit, numerics=numerics)
+        y = kernel_sm90.shared_expert(x, shared, limit=limit, numerics=numerics)
+        return y if out_dtype is None else y.astype(out_dtype)
     options = {"experts": count, "width": experts.width, "limit": limit, "numerics": numerics}
+    options["out_dtype"] = out_dtype
     if x.shape[0] <= DECODE_ROWS:
         return kernel_sm90.moe_experts_decode(x, ids, weights, experts, shared=present, **options)
     return kernel_sm90.moe_experts_prefill(

@@ -97,12 +97,12 @@ def from_image(words: Array, bk: int, groups: int, k: int) -> Array:
 
 
 def combine(y: Array, shared: Array, places: Array) -> Array:
-    """y bf16 [P, D] by position, shared bf16 [R, D], places [R, k] to bf16 [R, D]: a float32 sum in
-    the order of slots, the shared expert last.
+    """y bf16 [P, D] by position, shared bf16 [R, D], places [R, k] to f32 [R, D]: summed in the
+    order of slots, the shared expert last.
     """
     total = jnp.zeros(shared.shape, jnp.float32)
     for slot in range(places.shape[1]):
         place = places[:, slot]
         picked = y[jnp.maximum(place, 0)].astype(jnp.float32)
         total = total + jnp.where(place[:, None] >= 0, picked, 0)
-    return (total + shared.astype(jnp.float32)).astype(jnp.bfloat16)
+    return total + shared.astype(jnp.float32)

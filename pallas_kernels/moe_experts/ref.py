@@ -33,6 +33,7 @@ def moe_experts(
     *,
     limit: float,
     numerics: Numerics,
+    out_dtype: jnp.dtype | None = None,
 ) -> Array:
     def add(total: Array, item: tuple[Array, ExpertWeights]) -> tuple[Array, None]:
         e, w = item
@@ -44,4 +45,4 @@ def moe_experts(
     count = experts.w1.shape[0]
     total, _ = jax.lax.scan(add, jnp.zeros(x.shape, F32), (jnp.arange(count), experts))
     shared_y = expert(x, shared, None, limit=limit, numerics=numerics).astype(F32)
-    return (total + shared_y).astype(numerics.dtype)
+    return (total + shared_y).astype(out_dtype or numerics.dtype)

@@ -1,8 +1,6 @@
 """The grouped half of ``output_projection`` on Hopper: up to 256 rows in one launch, which
 dequantises the FP8 weights on their way to the tensor cores, adds the parts of K in a block or a
 cluster and rounds (ARCHITECTURE 4.6).
-
-Not all of its cases are timed yet, so ``auto`` does not choose it.
 """
 
 from collections.abc import Callable

@@ -6,6 +6,7 @@ from functools import partial
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.chosen import EARLY, row_count, takes
 from pallas_kernels.dispatch import choose
 from pallas_kernels.linear import op as linear
 from pallas_kernels.numerics import Numerics
@@ -17,13 +18,10 @@ def build(kernels: str) -> Callable:
     """output_projection(o [..., H, K], wo_a [G*N, H*K/G], wo_b [D, G*N], *, groups, numerics,
     out_dtype=None) -> [..., D] of ``out_dtype``, by default ``numerics.dtype``.
 
-    o already carries the inverse RoPE. ``grouped_projection``, then ``linear`` by wo_b; ``mosaic``:
-    the kernels of both. ``auto`` does not take it.
+    o already carries the inverse RoPE. ``grouped_projection``, then ``linear`` by wo_b, of these
+    kernels.
     """
-    kernels = _named(kernels)
-    if kernels == "mosaic":
-        return partial(_project, build_grouped(kernels), linear.build(kernels))
-    return choose("output_projection", kernels, {"reference": ref.output_projection})
+    return partial(_project, build_grouped(kernels), linear.build(kernels))
 
 
 def build_grouped(kernels: str) -> Callable:
@@ -34,20 +32,33 @@ def build_grouped(kernels: str) -> Callable:
     groups of 32 (AQ32), which the rounding of a ``linear`` behind it leaves as they are.
     ``mosaic``: bf16 activations and FP8 weights; one launch of up to 256 rows, above that weights
     are dequantised to bf16 and XLA multiplies: the copy of 67 MB is then a small part and the
-    product runs at the rate of the matrix units. ``auto`` does not take it.
+    product runs at the rate of the matrix units. ``auto`` on an sm_90 GPU takes the launch for the
+    rows of ``chosen``, and the reference for other types.
     """
-    kinds = {"reference": ref.grouped_projection, "mosaic": _grouped}
-    return choose("grouped_projection", _named(kernels), kinds)
-
-
-def _named(kernels: str) -> str:
-    return "reference" if kernels == "auto" else kernels  # until the kernel has run on a GPU
+    chosen = _grouped_where_faster if kernels == "auto" else _grouped
+    kinds = {"reference": ref.grouped_projection, "mosaic": chosen}
+    return choose("grouped_projection", kernels, kinds)
 
 
 def _grouped(o: Array, wo_a: Array | Packed, *, groups: int, numerics: Numerics) -> Array:
     from pallas_kernels.output_projection import kernel_sm90
 
     return kernel_sm90.grouped_projection(o, wo_a, groups=groups, numerics=numerics)
+
+
+def _grouped_where_faster(
+    o: Array, wo_a: Array | Packed, *, groups: int, numerics: Numerics
+) -> Array:
+    from pallas_kernels.output_projection import kernel_sm90
+
+    outputs, k = wo_a.shape
+    run = ref.grouped_projection
+    if not kernel_sm90.unfit(o, wo_a, groups, numerics):
+        run = kernel_sm90.bf16_product
+        if takes("grouped_projection", row_count(o, 2), (outputs,), k):
+            early = "grouped_projection" in EARLY
+            run = partial(kernel_sm90.grouped_projection, early=early)
+    return run(o, wo_a, groups=groups, numerics=numerics)
 
 
 def _project(

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.linear.ref import linear
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.quant import Fp8Rows, Packed, dequantized
 
@@ -21,16 +20,3 @@ def grouped_projection(o: Array, wo_a: Array | Packed, *, groups: int, numerics:
 def rounded(z: Array, numerics: Numerics) -> Array:
     """z on the grid to which a ``linear`` of these numerics rounds its input."""
     return Fp8Rows.quantize(z).dequantize(z.dtype) if numerics.round_activations else z
-
-
-def output_projection(
-    o: Array,
-    wo_a: Array | Packed,
-    wo_b: Array | Packed,
-    *,
-    groups: int,
-    numerics: Numerics,
-    out_dtype: jnp.dtype | None = None,
-) -> Array:
-    z = grouped_projection(o, wo_a, groups=groups, numerics=numerics)
-    return linear(z, wo_b, numerics=numerics, out_dtype=out_dtype)

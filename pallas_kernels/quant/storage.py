@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.numerics import Numerics
-from pallas_kernels.quant.encodings import Fp4KvRows, Fp4Rows, Fp8Rows
+from pallas_kernels.quant.encodings import Fp4KvRows, Fp4Rows, Fp8Rows, Packed
 
 
 def words_of(data: Array) -> Array:
@@ -85,6 +85,21 @@ class PlainRows(StoredRows):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Bf16Rows(StoredRows):
+    """bfloat16 values [..., K]."""
+
+    values: Array
+
+    @classmethod
+    def encode(cls, x: Array) -> Self:
+        return cls(x.astype(jnp.bfloat16))
+
+    def decode(self, dtype: jnp.dtype) -> Array:
+        return self.values.astype(dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class LatentRows(StoredRows):
     """FP4 latents: K/2 bytes of codes, then K/16 E4M3 scales (288 B, 72 words, at K = 512)."""
 
@@ -143,15 +158,27 @@ class KeyRows(StoredRows):
 
 @dataclass(frozen=True)
 class RowTypes:
-    """How each kind of cache row is stored."""
+    """How each kind of cache row is stored, and how index queries are rounded (None: not)."""
 
     latent: type[StoredRows]
     window: type[StoredRows]
     key: type[StoredRows]
+    query: type[Packed] | None
 
 
 def row_types(numerics: Numerics) -> RowTypes:
-    """Packed rows where the numerics round the cache, else float32 rows."""
-    if numerics.round_cache:
-        return RowTypes(LatentRows, WindowRows, KeyRows)
-    return RowTypes(PlainRows, PlainRows, PlainRows)
+    """Packed rows where the numerics round the cache, else float32 rows. ValueError for a
+    ``cache`` that does not exist.
+    """
+    if not numerics.round_cache:
+        return RowTypes(PlainRows, PlainRows, PlainRows, None)
+    if numerics.cache not in _BY_CACHE:
+        raise ValueError(f"cache {numerics.cache!r} must be one of {', '.join(_BY_CACHE)}")
+    return _BY_CACHE[numerics.cache]
+
+
+_BY_CACHE = {
+    "fp4": RowTypes(LatentRows, WindowRows, KeyRows, Fp4Rows),
+    "fp8": RowTypes(WindowRows, WindowRows, WindowRows, Fp8Rows),
+    "bf16": RowTypes(Bf16Rows, Bf16Rows, Bf16Rows, None),
+}

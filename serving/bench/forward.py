@@ -6,6 +6,7 @@ output says so. Cases that a ``--json`` file already holds are not measured agai
 
 python -m serving.bench forward --preset flash --batch 1,8,32,128 --context 8192,131072
 python -m serving.bench forward --phase prefill --rows 1024,8192,32768 --json results.json
+python -m serving.bench forward --layout tp8,dep8 --phase verify --json layouts.json
 python -m serving.bench forward --case mix=2048,32*1@8192 --routing zipf
 """
 
@@ -31,9 +32,9 @@ from serving.bench.forward_cases import (
     phase_cases,
 )
 from serving.bench.forward_floor import Floors
+from serving.bench.forward_layout import LayoutBench, check_sums, layout_lines
 from serving.bench.forward_measure import Bench
 from serving.bench.forward_model import measured_model
-from serving.bench.forward_programs import SharedPrograms
 from serving.bench.forward_report import (
     Row,
     case_line,
@@ -46,13 +47,18 @@ from serving.bench.forward_report import (
 from serving.bench.forward_routing import ROUTINGS, new_tables
 from serving.bench.forward_weights import WeightSets, nbytes, random_sets, weight_sets
 from serving.speculative import Speculation
-from sharding.build import build_ops
+from sharding.all_reduce import HELP as ALL_REDUCE_HELP
+from sharding.all_reduce import KINDS as ALL_REDUCES
+from sharding.all_reduce import peer_kernels
 from sharding.hardware import MACHINES, hardware
+from sharding.layouts import layout
 from sharding.place import REPLICATED, Placement, place
 from sharding.plot import plotting
 
 # JAX leaves a quarter of a GPU to others by default; here the weights need it.
 _MEMORY_FRACTION = "0.95"
+WHOLE = 8  # devices that hold the released model
+ALL_ROWS = 10**9
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -65,11 +71,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--preset", choices=PRESETS, default="flash")
     parser.add_argument("--layers", default="all", metavar="all|N,N", help="default: all")
     parser.add_argument(
-        "--weight-sets", type=int, default=12, metavar="N", help="resident, for layers (12)"
-    )
+        "--weight-sets", type=int, metavar="N",
+        help="resident, for layers (12; with 8 devices and more: all)",
+    )  # fmt: skip
     parser.add_argument(
-        "--engram-rows", type=int, default=4_000_000, metavar="N", help="of a table (4000000)"
-    )
+        "--engram-rows", type=int, metavar="N",
+        help="of a table (4000000; with 8 devices and more: all)",
+    )  # fmt: skip
     parser.add_argument("--phase", default="decode", help=f"of {', '.join(PHASES)} (decode)")
     parser.add_argument("--batch", default="1,8,32,128", metavar="N,N", help="requests a data rank")
     parser.add_argument("--context", default="8192,131072", metavar="N,N", help="their tokens")
@@ -84,6 +92,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="instead of --phase: N requests of Q tokens that reach position K, chunked, D drafts",
     )  # fmt: skip
     parser.add_argument("--layout", default="tp1", metavar="A,B", help="tp1 (default), tp8, dep8")
+    parser.add_argument("--all-reduce", choices=ALL_REDUCES, default="auto", help=ALL_REDUCE_HELP)
     parser.add_argument("--numerics", choices=("serving", "reference"), default="serving")
     parser.add_argument("--kernels", choices=KINDS, default="auto")
     parser.add_argument("--hardware", choices=MACHINES, default="h200", help="of the floors (h200)")
@@ -113,7 +122,8 @@ def run(arguments: argparse.Namespace) -> None:
         if picture:
             plot(rows, f"{device}, {plan.routing} routing", picture)
         print("\n".join([f"{device}, jax {jax.__version__}", *plan.notes, ""]))
-        print("\n".join(tables(rows, hardware(arguments.hardware).label)))
+        shown = [*tables(rows, hardware(arguments.hardware).label), *layout_lines(rows)]
+        print("\n".join(shown))
 
 
 @dataclass
@@ -126,6 +136,7 @@ class Plan:
     weight_sets: int
     numerics: Numerics
     kernels: str
+    all_reduce: str
     routing: str
     machine: str
     chunk: int
@@ -150,22 +161,31 @@ class Plan:
         began = time.perf_counter()
         sets = weight_sets(self.cfg, self.numerics, placement, count, self.kernels, draft=draft)
         weights = jax.block_until_ready(random_sets(sets, self.kernels))
-        self._note_weights(sets, nbytes(weights), time.perf_counter() - began)
+        load_s = time.perf_counter() - began
+        self._note_weights(sets, nbytes(weights), load_s)
         tables = new_tables(self.cfg, self.routing, count, draft=draft)
         params = {"weights": weights, "routing": placement.put(tables, REPLICATED)}
-        name, one = placement.division.layout.name, placement.division.layout.devices == 1
-        ops = build_ops(name if one else placement.division, self.numerics, self.kernels)
+        name = placement.division.layout.name
+        bench_of = LayoutBench(sets, self.kernels, self.all_reduce)
         floors = Floors(sets, hardware(self.machine), self.routing)
         for drafting in (False, True):
             ours = [case for case in cases if _drafts([case]) is drafting]
             if not ours:
                 continue
             speculation = Speculation() if drafting else None
-            programs = SharedPrograms(sets, ops, cache_shape(ours), tables, speculation)
-            bench = Bench(programs, params, floors, self.chunk, self.layer_times)
+            programs = bench_of.programs(cache_shape(ours), tables, speculation)
+            # A layer by itself has no memory for peer-to-peer sums.
+            single = self.layer_times and not bench_of.peers
+            bench = Bench(programs, params, floors, self.chunk, single)
+            began = time.perf_counter()
             bench.compile(ours, self.jobs)
+            times = {"load_s": load_s, "compile_s": time.perf_counter() - began}
             for case in ours:
-                rows.append(row_of(bench.run(case), name, self.routing))
+                row = row_of(bench.run(case), name, self.routing)
+                check_sums(bench.compiled)
+                row |= {key: round(seconds, 1) for key, seconds in times.items()}
+                row |= bench_of.columns(row, bench.dispatches(case)[0].bucket)
+                rows.append(row | {"bytes_per_device": bench_of.memory(programs)})
                 progress_line(case_line(rows[-1]))
                 write_rows(self.json, rows, self.notes)
 
@@ -186,11 +206,17 @@ class Plan:
 def read_plan(arguments: argparse.Namespace) -> Plan:
     """The checked arguments; UserError for what is not allowed."""
     for option in ("weight_sets", "engram_rows", "chunk", "jobs"):
-        if getattr(arguments, option) < 1:
-            flag = option.replace("_", "-")
-            raise UserError(f"--{flag} {getattr(arguments, option)}: must be at least 1")
-    cfg = measured_model(Config.preset(arguments.preset), arguments.layers, arguments.engram_rows)
-    placements = [place(name, cfg) for name in _items("--layout", arguments.layout)]
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise UserError(f"--{option.replace('_', '-')} {value}: must be at least 1")
+    names = _items("--layout", arguments.layout)
+    whole = all(layout(name).devices >= WHOLE for name in names)
+    engram_rows = arguments.engram_rows or (ALL_ROWS if whole else 4_000_000)
+    cfg = measured_model(Config.preset(arguments.preset), arguments.layers, engram_rows)
+    placements = [place(name, cfg) for name in names]
+    numerics = MODES[arguments.numerics]
+    for placement in placements:
+        peer_kernels(arguments.all_reduce, placement, numerics, arguments.kernels)
     cases = _cases(cfg, arguments)
     for case in cases:
         for group in case.groups:
@@ -207,9 +233,10 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
         cfg=cfg,
         cases=cases,
         placements=placements,
-        weight_sets=arguments.weight_sets,
-        numerics=MODES[arguments.numerics],
+        weight_sets=arguments.weight_sets or (cfg.num_hidden_layers if whole else 12),
+        numerics=numerics,
         kernels=arguments.kernels,
+        all_reduce=arguments.all_reduce,
         routing=arguments.routing,
         machine=arguments.hardware,
         chunk=arguments.chunk,

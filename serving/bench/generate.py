@@ -12,10 +12,12 @@ from dsv41_jax.score import default_numerics
 from pallas_kernels.numerics import MODES
 from serving.bench.table import report
 from serving.engine import Engine
-from serving.generate import LAYOUT_HELP, load, prefill_shapes
+from serving.generate import ENGRAM, ENGRAM_HELP, LAYOUT_HELP, load, prefill_shapes
 from serving.options import EngineOptions
 from serving.request import Request, check_request
 from serving.speculative import add_options, speculation_of
+from sharding.all_reduce import HELP as ALL_REDUCE_HELP
+from sharding.all_reduce import KINDS as ALL_REDUCES
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -27,6 +29,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--numerics", choices=tuple(MODES))
     parser.add_argument("--layout", default="tp1", metavar="NAME", help=LAYOUT_HELP)
+    parser.add_argument("--all-reduce", choices=ALL_REDUCES, default="auto", help=ALL_REDUCE_HELP)
+    parser.add_argument("--engram", choices=ENGRAM, default="hbm", help=ENGRAM_HELP)
     add_options(parser)
     parser.add_argument("--json", metavar="FILE", help="also write {'rows': [...]}")
     parser.set_defaults(run=run)
@@ -44,6 +48,8 @@ def run(arguments: argparse.Namespace) -> None:
         numerics,
         layout=arguments.layout,
         speculation=speculation is not None,
+        all_reduce=arguments.all_reduce,
+        engram=arguments.engram,
     )
     load_s = time.perf_counter() - began
     requests = _requests(arguments, loaded.model.cfg.vocab_size)
@@ -72,6 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
             options,
             executables=executables,
             placement=loaded.placement,
+            peers=loaded.peers,
         )
         engine.warm_up(progress=progress_line)
         compile_s = time.perf_counter() - began
@@ -80,6 +87,8 @@ def run(arguments: argparse.Namespace) -> None:
         rows.append(
             {
                 "layout": arguments.layout,
+                "all_reduce": "peer" if loaded.peers else "psum",
+                "engram": arguments.engram,
                 "replay": replay,
                 "requests": arguments.requests,
                 "prompt_tokens": arguments.prompt_tokens,

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from dsv41_jax.command import exit_status, progress_line
@@ -12,14 +13,19 @@ from dsv41_jax.score import default_numerics
 from pallas_kernels.dispatch import KINDS
 from pallas_kernels.numerics import MODES
 from serving.engine import Engine
-from serving.generate import LAYOUT_HELP, load
+from serving.generate import ENGRAM, ENGRAM_HELP, LAYOUT_HELP, load
 from serving.grammars import Grammars
+from serving.kv_pool.fingerprint import fingerprint
+from serving.kv_pool.options import add_option as add_pool_option
+from serving.kv_pool.options import parse_pool
 from serving.options import EngineOptions
 from serving.server.app import create_app
 from serving.server.chat import chat_format
 from serving.server.limits import ServerOptions
 from serving.server.serve import bound_socket, serve
 from serving.speculative import add_options, speculation_of
+from sharding.all_reduce import HELP as ALL_REDUCE_HELP
+from sharding.all_reduce import KINDS as ALL_REDUCES
 
 _KEY_VARIABLE = "DSV41_API_KEY"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -48,6 +54,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kernels", choices=KINDS, default="auto")
     parser.add_argument("--layout", default="tp1", metavar="NAME", help=LAYOUT_HELP)
+    parser.add_argument("--all-reduce", choices=ALL_REDUCES, default="auto", help=ALL_REDUCE_HELP)
+    parser.add_argument("--engram", choices=ENGRAM, default="hbm", help=ENGRAM_HELP)
     parser.add_argument(
         "--chat-format",
         choices=("auto", "v41", "plain"),
@@ -77,6 +85,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt-logprobs", action=flag, default=True, help="allow them: a program more a shape"
     )
+    add_pool_option(parser)
     add_options(parser)
 
 
@@ -102,6 +111,9 @@ def _serve(arguments: argparse.Namespace) -> None:
     _check(arguments)
     config = Config.from_json(Path(arguments.checkpoint) / "config.json")
     options = engine_options(arguments, config)
+    if arguments.kv_pool != "none":
+        pool = parse_pool(arguments.kv_pool, fingerprint(arguments.checkpoint))
+        options = replace(options, kv_pool=pool)
     with bound_socket(arguments.host, arguments.port) as sock:
         numerics = default_numerics(arguments.numerics)
         loaded = load(
@@ -110,6 +122,8 @@ def _serve(arguments: argparse.Namespace) -> None:
             kernels=arguments.kernels,
             layout=arguments.layout,
             speculation=options.speculation is not None,
+            all_reduce=arguments.all_reduce,
+            engram=arguments.engram,
         )
         names = tuple(arguments.model_name or [Path(arguments.checkpoint).resolve().name])
         chat = chat_format(
@@ -127,6 +141,7 @@ def _serve(arguments: argparse.Namespace) -> None:
             loaded.tokenizer,
             grammars=grammars,
             placement=loaded.placement,
+            peers=loaded.peers,
         )
         engine.warm_up(progress_line)
         if options.speculation is not None and options.speculation.marks:
@@ -151,6 +166,10 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and not value >= low:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least {low}")
+    if parse_pool(arguments.kv_pool, "") and not (
+        arguments.prefix_cache and arguments.swa_bounded_replay
+    ):
+        raise UserError("--kv-pool: needs --prefix-cache and --swa-bounded-replay")
     if arguments.page_size < 2 or arguments.page_size % 2:
         raise UserError(f"--page-size {arguments.page_size} must be even and at least 2")
 

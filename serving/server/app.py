@@ -58,6 +58,7 @@ def create_app(engine: Engine, chat: ChatFormat, options: ServerOptions) -> Fast
         server.worker.start()
         yield
         await server.worker.stop()
+        engine.close()
         if engine.grammars is not None:
             engine.grammars.close()
 
@@ -106,10 +107,11 @@ class Server:
         self.texts = TokenTexts(self.tokenizer)
         self.gate = Gate(options.api_key)
         ranks = len(engine.ranks)
-        self.metrics = Metrics(options.names[0], engine.options.speculation, ranks)
+        pool = engine.kv_pool is not None
+        self.metrics = Metrics(options.names[0], engine.options.speculation, ranks, pool=pool)
         self.worker = Worker(engine, self.metrics, max_queue=options.max_queue)
-        pool = engine.options.pages * engine.options.page_size
-        limits = engine.options.max_tokens, engine.cfg.max_position_embeddings, pool
+        room = engine.options.pages * engine.options.page_size
+        limits = engine.options.max_tokens, engine.cfg.max_position_embeddings, room
         self.facts = ModelFacts(eos=engine.cfg.eos_token_id, context=min(limits))
         self.created = int(time.time())
 

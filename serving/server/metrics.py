@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from serving.engine import Engine
+from serving.kv_pool.counts import Totals
 from serving.scheduler import Scheduler
 from serving.server.draft_metrics import DraftMetrics
+from serving.server.pool_metrics import PoolMetrics
 from serving.speculative import Acceptance, Speculation
 
 if TYPE_CHECKING:
@@ -36,11 +38,12 @@ class RankSnapshot:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The engine between two steps. acceptance: a copy of its totals."""
+    """The engine between two steps. acceptance, pool: copies of its totals."""
 
     ranks: tuple[RankSnapshot, ...]
     compiles: int
     acceptance: Acceptance
+    pool: Totals | None
 
 
 def snapshot(engine: Engine) -> Snapshot:
@@ -49,6 +52,7 @@ def snapshot(engine: Engine) -> Snapshot:
         ranks=tuple(map(_of_rank, engine.ranks)),
         compiles=engine.compiles.count,
         acceptance=deepcopy(engine.acceptance),
+        pool=None if engine.kv_pool is None else engine.kv_pool.snapshot(),
     )
 
 
@@ -66,7 +70,14 @@ class Metrics:
     rank.
     """
 
-    def __init__(self, model_name: str, speculation: Speculation | None = None, ranks: int = 1):
+    def __init__(
+        self,
+        model_name: str,
+        speculation: Speculation | None = None,
+        ranks: int = 1,
+        *,
+        pool: bool = False,
+    ):
         self.registry = CollectorRegistry()
         name = {"model_name": model_name}
 
@@ -99,6 +110,7 @@ class Metrics:
         self._drafts = None
         if speculation is not None:
             self._drafts = DraftMetrics(self.registry, model_name, speculation)
+        self._pool = PoolMetrics(self.registry, model_name) if pool else None
         labels = (*name, "finished_reason")
         ended = Counter("vllm:request_success", "Ended requests", labels, registry=self.registry)
         reasons = ("stop", "length", "abort", "error")
@@ -129,6 +141,8 @@ class Metrics:
         self._compiles.set(state.compiles)
         if self._drafts is not None:
             self._drafts.show(state.acceptance)
+        if self._pool is not None and state.pool is not None:
+            self._pool.show(state.pool)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -111,7 +111,7 @@ def selection(layer, rows: int, pages: int, tile: int, monkeypatch):
     blocks = jnp.sort(jnp.asarray(rng.permutation(8)[: CFG.candidate_topk_blocks]))
     candidates = jnp.broadcast_to(blocks, (1, rows, len(blocks))).astype(jnp.int32)
     arguments = (
-        normal(1, rows, CFG.hidden_size), normal(1, rows, CFG.q_lora_rank),
+        normal(1, rows, CFG.hidden_size), normal(1, rows, CFG.index_n_heads * CFG.index_head_dim),
         angles(CFG, layer.ratio, position), keys, jnp.arange(pages)[None],
         position.astype(jnp.int32) + 1, candidates,
     )  # fmt: skip

@@ -1,8 +1,12 @@
 """The decode step of eight-device layouts compiles for eight H200s, the cache updated in place."""
 
+import re
 from dataclasses import replace
+from math import prod
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -13,10 +17,13 @@ from dsv41_jax.config import Config
 from dsv41_jax.model import Model
 from dsv41_jax.moe import MoE, RepackedExperts
 from pallas_kernels import dispatch
+from pallas_kernels.all_reduce.exchange import SLOTS, Exchange
 from pallas_kernels.numerics import SERVING
+from serving.bench.forward_launches import kernels
 from serving.programs import Bucket, Programs
 from sharding.build import build_ops
 from sharding.hlo import collectives
+from sharding.peer import PeerMemory
 from sharding.place import BY_RANK, Placement, place
 from sharding.repack import packing
 from tools.h200_compile import h200_mesh
@@ -36,13 +43,33 @@ def repack_abstract(model: Model, placement: Placement) -> None:
             module.experts = RepackedExperts(packed)
 
 
-def compiled_decode(name: str, cfg: Config, kernels: str, *, repacked: bool = False):
+@pytest.fixture
+def no_memory(monkeypatch):
+    """Peer-to-peer sums without memory, since no device is there."""
+
+    def make(mesh, axes, *, rows, width, kernels):
+        exchange = Exchange(prod(mesh.shape[axis] for axis in axes), rows, width)
+        shape = jax.ShapeDtypeStruct((mesh.size, exchange.table_words), jnp.int32)
+        return PeerMemory(mesh, axes, exchange, kernels, None, shape)
+
+    monkeypatch.setattr(PeerMemory, "make", make)
+
+
+def compiled_decode(
+    name: str,
+    cfg: Config,
+    kernels: str,
+    *,
+    repacked: bool = False,
+    peers: str = "",
+    dump: Path | None = None,
+):
     placement = place(name, cfg, list(h200_mesh(8).devices.flat))
     model = nnx.eval_shape(lambda: Model(cfg, numerics=SERVING, rngs=nnx.Rngs(0), mtp=False))
     if repacked:
         repack_abstract(model, placement)
-    ops = build_ops(placement.division, SERVING, kernels)
-    programs = Programs(model, ops, SHAPE, placement=placement)
+    ops = build_ops(placement.division, SERVING, kernels, "peer" if peers else "psum")
+    programs = Programs(model, ops, SHAPE, placement=placement, peers=peers)
 
     def padded(keys, leaf, spec):
         path = ".".join(str(key.key) for key in keys if hasattr(key, "key"))
@@ -63,10 +90,13 @@ def compiled_decode(name: str, cfg: Config, kernels: str, *, repacked: bool = Fa
         one_rank,
     )
     inputs = placement.shapes(programs.input_shapes("decode", BUCKET), BY_RANK)
+    if memory := programs.memory("decode", BUCKET):
+        inputs = *inputs, placement.shapes(memory.table, memory.table_spec)
     traced = jax.jit(programs.bound("decode", BUCKET), donate_argnums=(1,)).trace(
         params, cache, *inputs
     )
-    compiled = traced.lower(lowering_platforms=("cuda",)).compile(COMPILER_OPTIONS)
+    dumped = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True} if dump else {}
+    compiled = traced.lower(lowering_platforms=("cuda",)).compile(COMPILER_OPTIONS | dumped)
     return compiled, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(one_rank))
 
 
@@ -82,17 +112,41 @@ def test_decode_compiles_for_eight(name, kinds):
     assert all(traffic.count and traffic.nbytes for traffic in found.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "launches"),
-    [("tp8", 1), pytest.param("dep8", 2, id="dep8: routed and shared apart")],
-)
-def test_ranks_run_the_expert_kernels(name, launches, monkeypatch):
-    """Inside ``shard_map``, at the release's width: 288 columns a rank, or one whole expert."""
+WIDE = {"moe_intermediate_size": 2304, "o_groups": 8, "o_lora_rank": 32}
+# XLA takes half a minute for the twenty iterations of a site.
+FEW = {"hc_sinkhorn_iters": 3}
+
+
+def test_data_ranks_run_the_expert_kernels(monkeypatch):
+    """One whole expert a rank, inside ``shard_map``; routed and shared apart."""
     monkeypatch.setattr(dispatch, "on_hopper", lambda: True)
-    # XLA takes half a minute for the twenty iterations of a site.
-    few = {"hc_sinkhorn_iters": 3}
-    sizes = {"moe_intermediate_size": 2304, "o_groups": 8, "o_lora_rank": 32, **few}
-    cfg = replace(Config.preset("tiny"), **sizes)
-    compiled, cache_bytes = compiled_decode(name, cfg, "auto", repacked=True)
+    cfg = replace(Config.preset("tiny"), **WIDE, **FEW)
+    compiled, cache_bytes = compiled_decode("dep8", cfg, "auto", repacked=True)
     assert compiled.memory_analysis().alias_size_in_bytes == cache_bytes
-    assert compiled.as_text().count("mosaic_gpu") >= launches * cfg.num_hidden_layers
+    assert compiled.as_text().count("mosaic_gpu") >= 2 * cfg.num_hidden_layers
+
+
+def test_tensor_ranks_sum_inside_command_buffers(no_memory, monkeypatch, tmp_path):
+    """288 columns a rank, as at the release's width, and streams that the mHC kernels take. No
+    layer waits for a collective of XLA's: what is left of them stands before and behind.
+    """
+    monkeypatch.setattr(dispatch, "on_hopper", lambda: True)
+    cfg = replace(Config.preset("tiny"), **WIDE, hidden_size=1024)
+    compiled, cache_bytes = compiled_decode(
+        "tp8", cfg, "auto", repacked=True, peers="mosaic", dump=tmp_path
+    )
+    assert compiled.memory_analysis().alias_size_in_bytes == cache_bytes
+    # Nothing takes a sum in where Engram comes next.
+    alone = len(cfg.engram_layer_ids)
+    found, fused = kernels(compiled.as_text()), 2 * cfg.num_hidden_layers - alone
+    filled = -(fused + alone) % SLOTS
+    assert found["peer_all_reduce_norm"] == fused
+    assert (found["peer_all_reduce"], found["peer_report"]) == (alone + filled, 1)
+    (thunks,) = [p.read_text() for p in tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")]
+    kinds = re.findall(r"^\d+: (k\w+) ", thunks, re.M)
+    left = [i for i, kind in enumerate(kinds) if kind in ("kAsyncStart", "kAllReduce")]
+    # Embedding, Engram rows, Engram outputs, the head, the agreed tokens.
+    assert len(left) == 5, kinds
+    behind_engram = kinds[left[2] + 1 : left[3]]
+    assert set(behind_engram) <= {"kCommandBuffer", "kAsyncDone"}, kinds
+    assert behind_engram.count("kCommandBuffer") <= 2

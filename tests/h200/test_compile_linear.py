@@ -1,6 +1,7 @@
 """The FP8 ``linear`` kernels compile for an H200 without spilling a register."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -41,7 +42,12 @@ def reports(tmp_path: Path, monkeypatch):
 def compile_case(case: Case, **options) -> None:
     x, weights = jax.eval_shape(lambda: cases.inputs(case, 0))
     options = {"numerics": SERVING, "early": case.early, **options}
-    compile_for_h200(lambda x, weights: kernel_sm90.linears(x, weights, **options), x, weights)
+    if case.norm:
+        norm = jax.ShapeDtypeStruct(x.shape[-1:], x.dtype)
+        run = partial(kernel_sm90.normed_linears, eps=cases.EPS, **options)
+        compile_for_h200(run, x, norm, weights)
+    else:
+        compile_for_h200(partial(kernel_sm90.linears, **options), x, weights)
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import chosen
 from pallas_kernels.engram import gate_ptx, kernel_sm90, op, ref, rows_ptx
 from pallas_kernels.engram.cases import EPS, FLASH_TABLE, Case, checks, problem
 from pallas_kernels.engram.gate_ptx import Gate
 from pallas_kernels.engram.rows_ptx import Gather, gather
+from pallas_kernels.engram.staged import StagedRows
 from pallas_kernels.quant import Fp8Rows
 from tests.pallas_kernels.ptx_machine import Cluster
 from tests.pallas_kernels.ptx_operations import OPERATIONS, U64
@@ -226,8 +228,33 @@ def test_the_kernels_are_taken_by_name(monkeypatch):
     monkeypatch.setattr(kernel_sm90, "engram_gate_add", lambda *_, eps: eps)
     assert op.build_rows("mosaic")(None, None, dtype=BF16) == BF16
     assert op.build_gate_add("mosaic")(*[None] * 5, eps=3) == 3
-    for build in (op.build_rows, op.build_gate_add):
-        assert build("auto") is build("reference")
+
+
+def test_auto_takes_the_rows_of_the_table(monkeypatch):
+    """And only what fits the kernels; tables on the host are looked into at their rows."""
+    monkeypatch.setattr("pallas_kernels.dispatch.on_hopper", lambda: True)
+    monkeypatch.setitem(chosen.ROWS, "engram_rows", range(2, 3))
+    monkeypatch.setitem(chosen.ROWS, "engram_gate_add", range(2, 3))
+    monkeypatch.setattr(kernel_sm90, "engram_rows", lambda table, ids, dtype: "kernel")
+    monkeypatch.setattr(kernel_sm90, "engram_gate_add", lambda *_, eps: "kernel")
+    rows, gate = op.build_rows("auto"), op.build_gate_add("auto")
+
+    def looked_up(count, table, dtype=BF16):
+        return rows(table, jnp.zeros((count, 3), jnp.int32), dtype=dtype)
+
+    wide, narrow = (Fp8Rows.quantize(jnp.ones((4, n))) for n in (256, 64))
+    assert looked_up(2, wide) == "kernel"
+    assert looked_up(2, StagedRows(wide, jnp.zeros((2, 3), jnp.int32))) == "kernel"
+    assert looked_up(1, wide).shape == looked_up(1, wide, jnp.float32).shape == (1, 768)
+    assert looked_up(2, narrow).shape == (2, 192)
+    assert looked_up(2, wide, jnp.float32).dtype == jnp.float32
+
+    def gated(count, dtype=BF16):
+        h, kv = jnp.zeros((count, 2, 64), dtype), jnp.zeros((count, 192), dtype)
+        return gate(h, kv, *[jnp.ones((2, 64), BF16)] * 2, jnp.zeros(count, bool), eps=EPS)
+
+    assert gated(2) == "kernel"
+    assert gated(1).shape == (1, 2, 64) and gated(2, jnp.float32).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("part", ["rows", "gate"])

@@ -9,13 +9,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.linear import kernel_sm90, op, skinny_ptx, skinny_shape, sweep
+from pallas_kernels import chosen
+from pallas_kernels.linear import kernel_sm90, op, ref, skinny_ptx, skinny_shape, sweep
 from pallas_kernels.linear.cases import CASES, CHECKED, Case, checks, problem
 from pallas_kernels.linear.skinny_shape import SMEM_BYTES, THREADS, Skinny, tuned
 from pallas_kernels.numerics import FLOAT32, REFERENCE, SERVING
 from pallas_kernels.quant import Fp4Rows, Fp8Blocks
 from tests.pallas_kernels.ptx_machine import COLLECTIVE, Cluster
+from tests.pallas_kernels.ptx_operations import OPERATIONS
 from tests.pallas_kernels.ptx_strict import Guarded, Strict
+from tests.pallas_kernels.test_mhc_kernel import approximate, fused_multiply_add
 from tests.tolerances import F32_REL
 
 BF16 = ml_dtypes.bfloat16
@@ -27,6 +30,8 @@ def orders(monkeypatch):
     """Instructions that order others but compute nothing."""
     for name in ("bar", "griddepcontrol"):
         monkeypatch.setitem(COLLECTIVE, name, lambda *_: None)
+    monkeypatch.setitem(OPERATIONS, "rsqrt", approximate(lambda x: x**-0.5))
+    monkeypatch.setitem(OPERATIONS, "fma", fused_multiply_add)
 
 
 def weights(rng, n: int, k: int) -> Fp8Blocks:
@@ -47,7 +52,7 @@ def run_cluster(machine: Cluster) -> None:
     machine.run()
 
 
-def run_skinny(s: Skinny, x: np.ndarray, matrices: list[Fp8Blocks], machine=Cluster):
+def run_skinny(s: Skinny, x: np.ndarray, matrices: list[Fp8Blocks], machine=Cluster, norm=None):
     memory = Guarded(1 << 21)
     at = [memory.place(x)]
     for w in matrices:
@@ -57,6 +62,7 @@ def run_skinny(s: Skinny, x: np.ndarray, matrices: list[Fp8Blocks], machine=Clus
         whole = np.full((s.rows + 2, n), CANARY, dtype)
         outs.append((memory.place(whole), whole))
     at += [place + whole.strides[0] for place, whole in outs]
+    at += [] if norm is None else [memory.place(norm)]
     for cluster in range(s.grid):
         run_cluster(
             machine(
@@ -96,6 +102,35 @@ def test_few_rows_equal_float64(s, rng):
     x, matrices = inputs(rng, s.rows, s.k), [weights(rng, n, s.k) for n in s.outputs]
     for got, w in zip(run_skinny(s, x, matrices), matrices, strict=True):
         close(got, x, w)
+
+
+NORMED = (
+    Skinny(1, 128, (64,), tokens=8, tiles=1, splits=1, depth=1, norm=1e-6),
+    Skinny(5, 288, (96, 32), tokens=8, tiles=1, splits=2, depth=2, norm=1e-2),
+    Skinny(40, 128, (64,), tokens=64, tiles=1, splits=2, depth=1, norm=1e-6),
+)
+
+
+@pytest.mark.parametrize("s", NORMED, ids=str)
+def test_normed_rows_equal_float64(s, rng):
+    """The norm's weight is rounded in, its size divides the sums; a row of NaN stays alone."""
+    x, matrices = inputs(rng, s.rows, s.k), [weights(rng, n, s.k) for n in s.outputs]
+    norm = (1 + rng.standard_normal(s.k) / 4).astype(BF16)
+    weighed = (x.astype(np.float32) * norm.astype(np.float32)).astype(BF16)
+    size = np.sqrt((x.astype(np.float64) ** 2).mean(axis=1) + s.norm)[:, None]
+    whole = run_skinny(s, x, matrices, norm=norm)
+    for got, w in zip(whole, matrices, strict=True):
+        a, b = weighed.astype(np.float64) / size, np.asarray(w.dequantize(), np.float64)
+        bound = F32_REL * (np.linalg.norm(a, axis=-1)[:, None] * np.linalg.norm(b, axis=-1))
+        off = np.abs(got.astype(np.float64) - a @ b.T)
+        assert (off <= bound + 2.0**-8 * np.abs(a @ b.T)).all()
+    if s.rows == 5:
+        x[1] = np.nan
+        mixed = run_skinny(s, x, matrices, partial(Strict, seed=1), norm=norm)
+        keep = np.arange(s.rows) != 1
+        for got, want in zip(mixed, whole, strict=True):
+            assert got[keep].tobytes() == want[keep].tobytes()
+            assert np.isnan(got[1].astype(float)).all()
 
 
 def test_rows_have_the_same_bits_in_any_batch(rng):
@@ -195,8 +230,40 @@ def test_the_kernel_is_taken_by_name(monkeypatch):
     monkeypatch.setattr(kernel_sm90, "linears", lambda x, w, *, numerics, out_dtype: (numerics,))
     assert op.build("mosaic")(None, None, numerics=SERVING) is SERVING
     assert op.build_many("mosaic")(None, (), numerics=SERVING) == (SERVING,)
-    for build in (op.build, op.build_many):
-        assert build("auto") is build("reference")
+
+
+def test_auto_takes_the_rows_of_the_table(rng, monkeypatch):
+    """Others, and what the kernel refuses, go through XLA; float32 operands as the reference."""
+    monkeypatch.setattr("pallas_kernels.dispatch.on_hopper", lambda: True)
+    monkeypatch.setitem(chosen.ROWS, ("linear", (64,), 64), range(2, 3))
+    taken = []
+
+    def kernel(x, w, *, numerics, out_dtype=None, early):
+        taken.append((*x.shape, len(w)))
+        assert not early
+        return ref.linears(x, w, numerics=numerics, out_dtype=out_dtype)
+
+    monkeypatch.setattr(kernel_sm90, "linears", kernel)
+    linear, linears, normed = op.build("auto"), op.build_many("auto"), op.build_normed("auto")
+    w = [Fp8Blocks.quantize(jnp.asarray(rng.standard_normal((n, 64)))) for n in (32, 64)]
+    x = jnp.asarray(inputs(rng, 129, 64))
+    for rows in (1, 2, 128, 129):
+        linear(x[:rows], w[1], numerics=SERVING)
+        linears(x[:rows], w, numerics=SERVING)
+    assert taken == [(1, 64, 2), (2, 64, 1), (2, 64, 2), (128, 64, 2)]
+    for weight, y in ((Fp4Rows.quantize(w[0].dequantize()), x), (w[0].dequantize(), x[:3])):
+        linear(y.astype(jnp.float32), weight, numerics=FLOAT32)
+    few, norm = x[:4], jnp.asarray((1 + rng.standard_normal(64) / 4).astype(BF16))
+    monkeypatch.setitem(chosen.ROWS, "normed_linear", range(0))
+    for run, options in ((linears, {}), (partial(normed, norm=norm, eps=1e-6), {})):
+        want = ref.linears if run is linears else partial(ref.normed_linears, norm=norm, eps=1e-6)
+        for one, two in zip(
+            run(few, weights=w, numerics=SERVING, **options),
+            want(few, weights=w, numerics=SERVING),
+            strict=True,
+        ):
+            np.testing.assert_allclose(one.astype(np.float32), two.astype(np.float32), rtol=2**-7)
+    assert len(taken) == 6
 
 
 def test_bench_problem_keeps_its_carry():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import chosen
 from pallas_kernels.numerics import FLOAT32, REFERENCE, SERVING
 from pallas_kernels.output_projection import grouped_ptx, kernel_sm90, op, ref
 from pallas_kernels.output_projection.cases import CASES, CHECKED, Case, checks, problem
@@ -212,8 +213,29 @@ def test_the_kernel_is_taken_by_name(monkeypatch):
         None, None, None, groups=3, numerics=None, out_dtype=jnp.float32
     )
     assert z == 3 and options == {"numerics": None, "out_dtype": jnp.float32}
-    for build in (op.build, op.build_grouped):
-        assert build("auto") is build("reference")
+
+
+def test_auto_takes_the_rows_of_the_table(rng, monkeypatch):
+    """Other rows go through XLA in bf16, other types through the reference."""
+    monkeypatch.setattr("pallas_kernels.dispatch.on_hopper", lambda: True)
+    monkeypatch.setitem(chosen.ROWS, "grouped_projection", range(2, 3))
+    taken = []
+
+    def kernel(o, w, *, groups, numerics, early):
+        assert not early
+        taken.append(o.shape)
+        return ref.grouped_projection(o, w, groups=groups, numerics=numerics)
+
+    monkeypatch.setattr(kernel_sm90, "grouped_projection", kernel)
+    grouped = op.build_grouped("auto")
+    weight = Fp8Blocks.quantize(jnp.asarray(rng.standard_normal((64, 256))))
+    o = jnp.asarray(rng.standard_normal((3, 2, 256)), BF16)
+    for rows in (1, 2, 3):
+        got = grouped(o[:rows], weight, groups=2, numerics=SERVING)
+        want = ref.grouped_projection(o[:rows], weight, groups=2, numerics=SERVING)
+        np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=2**-7)
+    plain = grouped(o[:2].astype(jnp.float32), weight.dequantize(), groups=2, numerics=FLOAT32)
+    assert plain.dtype == jnp.float32 and taken == [(2, 2, 256)]
 
 
 def test_bench_problem_keeps_its_carry():

@@ -1,5 +1,7 @@
 """Cache rows as words, and pages of them."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,11 @@ from pallas_kernels.numerics import FLOAT32, REFERENCE, SERVING
 from pallas_kernels.paging import entries_per_page, put_entries, take_entries
 from pallas_kernels.quant import Fp4KvRows, Fp4Rows, Fp8Rows
 from pallas_kernels.quant.storage import (
+    Bf16Rows,
     KeyRows,
     LatentRows,
     PlainRows,
+    RowTypes,
     WindowRows,
     bytes_of,
     row_types,
@@ -63,6 +67,26 @@ def test_row_types_follow_the_numerics():
     for numerics in (REFERENCE, SERVING):
         kinds = row_types(numerics)
         assert (kinds.latent, kinds.window, kinds.key) == (LatentRows, WindowRows, KeyRows)
+        assert kinds.query is Fp4Rows
+
+
+@pytest.mark.parametrize(
+    ("cache", "kind", "query"), [("fp8", WindowRows, Fp8Rows), ("bf16", Bf16Rows, None)]
+)
+def test_a_cache_for_comparison_is_one_encoding_throughout(cache, kind, query):
+    assert row_types(replace(REFERENCE, cache=cache)) == RowTypes(kind, kind, kind, query)
+
+
+def test_an_unknown_cache_is_refused():
+    with pytest.raises(ValueError, match="cache 'fp5' must be one of fp4, fp8, bf16"):
+        row_types(replace(SERVING, cache="fp5"))
+
+
+def test_bf16_rows_keep_bf16_values():
+    x = values(3, 40).astype(jnp.bfloat16)
+    rows = Bf16Rows.encode(x)
+    assert np.array_equal(rows.decode(jnp.float32), x.astype(jnp.float32))
+    assert rows.nbytes == 2 * x.size
 
 
 @pytest.mark.parametrize("n", [4, 8, 72])

@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 FOLDER = Path(__file__).parent / "devices"
 CHECKS = sorted(path.name for path in FOLDER.glob("check_*.py"))
-SLOW = {"check_data_ranks.py", "check_wide.py"}
+SLOW = {"check_data_ranks.py", "check_forward.py", "check_wide.py"}
 
 
 def start(devices: int, *arguments: str) -> subprocess.Popen:
@@ -91,3 +91,17 @@ def test_one_command_in_two_processes():
     report, other = (output_of(process) for process in processes)
     assert json.loads(report.splitlines()[-1])["token_ids"] == want
     assert '"token_ids"' not in other
+
+
+@pytest.mark.slow
+def test_a_sweep_measures_over_processes(tmp_path):
+    path = tmp_path / "sweep.json"
+    command = ["sharding.sweep", "--preset", "tiny", "--devices", "4", "--layouts", "tp4,dep4"]
+    command += ["--batch", "4", "--context", "32", "--measure", "--json", str(path)]
+    command += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process-id"]
+    processes = [start(2, *command, str(i)) for i in range(2)]
+    table, other = (output_of(process) for process in processes)
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["layout"] for row in rows] == ["tp4", "dep4"]
+    assert all(row["step_us_measured"] > 0 and row["collectives"] for row in rows)
+    assert "measured ms" in table and "measured ms" not in other

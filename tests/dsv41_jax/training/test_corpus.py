@@ -123,7 +123,8 @@ def test_the_card_says_what_was_done(mini):
     sources = {"tokens": tokens, "repeated_from": 120, "sources": [source]}
     text = model_card("mini", mini, record, sources)
     for words in (
-        "| made-up | 1.0 | MIT | 2.50 |", "perplexity 20.000", "20.250 with weights", "has 40.500 on",
+        "| made-up | 1.0 | MIT | 2.50 |", "perplexity 20.000", "20.250 with weights",
+        "has 40.500 on",
         "| 100 | 3.250 | 0.500 | 4.500 | 1.500 |", "1,638,400 tokens, 2.0 passes", "some GPU",
     ):  # fmt: skip
         assert words in text

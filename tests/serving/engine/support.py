@@ -24,6 +24,7 @@ from tests.tolerances import ACROSS_BUCKETS_ABS, REPLAY_LOGITS_ABS
 
 PAGE, WINDOW, SLOTS = 16, 16, 4
 TIE = 1e-6  # scores of order 1 in float32, some units in the last place of a sum
+# The server's tests use them, too: the two folders' programs are the same.
 OPTIONS = EngineOptions(
     slots=SLOTS,
     pages=24,
@@ -31,7 +32,6 @@ OPTIONS = EngineOptions(
     max_tokens=128,
     prefill=((1, 64), (4, 16)),
     decode=(SLOTS,),
-    logprobs=4,
     prompt_logprobs=False,
 )
 
@@ -62,7 +62,7 @@ class Engines:
         if chunk is not None:
             limits = replace(limits, prefill=((SLOTS if chunk <= 16 else 1, chunk),))
         pages = PagePool(pool or OPTIONS.pages)
-        engine.ranks[0] = Scheduler(limits, pages, PrefixCache(pages, PAGE))
+        engine.ranks[0] = Scheduler(limits, pages, PrefixCache(pages, PAGE), engine.kv_pool)
         return engine
 
 

@@ -107,10 +107,12 @@ class FakeExecutor:
     ops: Any
     options: EngineOptions
     placement: Any = None
+    peers: str = ""
     script: Script = field(default=lambda request: [])
     step_s: float = 0.0
     fail: bool = False
     ranks: int = 1
+    programs: Any = field(default_factory=lambda: SimpleNamespace(host=None))
 
     def run(self, plan: Any) -> InFlight:
         time.sleep(self.step_s)

@@ -31,7 +31,8 @@ PLACES, PAGES, PAGE, LENGTH = 4, 8, 16, 5
 # With all others out of reach, nearly every second draft of these is right.
 EITHER = (5, 9)
 BIAS = tuple((token, 100.0) for token in EITHER)
-DISTURBED = "linear", "output_projection", "moe_experts", "gathered_linear"
+DISTURBED = "linear", "linears", "normed_linears", "output_projection", "moe_experts"
+DISTURBED += ("gathered_linear",)
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +48,13 @@ def disturbed(ops: Ops) -> Ops:
     """Operations whose results are off by up to SIZE on every rank but the first."""
 
     def off(function: Any, *arguments: Any, **options: Any) -> Any:
-        y = function(*arguments, **options)
         rank = jax.lax.axis_index("model")
-        noise = jax.random.uniform(jax.random.key(rank), y.shape, y.dtype, -SIZE, SIZE)
-        return y + jnp.where(rank > 0, noise, 0)
+
+        def moved(y: jax.Array) -> jax.Array:
+            noise = jax.random.uniform(jax.random.key(rank), y.shape, y.dtype, -SIZE, SIZE)
+            return y + jnp.where(rank > 0, noise, 0)
+
+        return jax.tree.map(moved, function(*arguments, **options))
 
     return replace(ops, **{name: partial(off, getattr(ops, name)) for name in DISTURBED})
 

@@ -3,6 +3,8 @@
 The sums themselves are XLA's here; ``test_all_reduce_kernel`` runs the kernel's.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,25 +12,31 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from dsv41_jax.cache import CacheShape
 from dsv41_jax.compiling import jit
 from dsv41_jax.config import Config
 from dsv41_jax.errors import UserError
 from pallas_kernels.all_reduce import op, ref
 from pallas_kernels.all_reduce.cases import Case
 from pallas_kernels.all_reduce.exchange import SENTINEL
-from pallas_kernels.numerics import SERVING
+from pallas_kernels.mhc import ref as mhc
+from pallas_kernels.numerics import FLOAT32, REFERENCE, SERVING
+from serving.programs import FORWARDS, OUTPUT_SPECS, Bucket, Programs
 from sharding import peer_bench
+from sharding.all_reduce import peer_kernels
 from sharding.build import build_ops
 from sharding.collectives import ALL_REDUCES, all_reduce
+from sharding.fused_sums import FusedStreams, fusing_all_reduce
 from sharding.layouts import layout
 from sharding.measure import PlacedStep
 from sharding.mesh import make_mesh
 from sharding.peer import PeerMemory, groups
 from sharding.peer_bench import Bench
-from sharding.place import place
+from sharding.place import BY_RANK, place
 from sharding.random_weights import random_model
 from sharding.roofline import Step
 from sharding.watchdog import StuckStep
+from tests.sharding.devices.support import rounded_ops
 
 MODEL, D = ("model",), 64
 
@@ -169,20 +177,151 @@ def test_a_rank_that_got_no_answer_is_named():
 
 def test_operations_take_it_by_name():
     division = place("tp2", Config.preset("tiny")).division
-    ops = build_ops(division, SERVING, "reference", "peer")
-    assert ops.moe_experts.reduce is ALL_REDUCES["peer"]
+    plain, alone, fused = (
+        build_ops(division, numerics, kernels, kind).moe_experts.reduce
+        for numerics, kernels, kind in (
+            (SERVING, "reference", "psum"),
+            (REFERENCE, "auto", "peer"),  # whose pass over the streams rounds otherwise
+            (SERVING, "auto", "peer"),
+        )
+    )
+    assert (plain.func, alone, fused) == (all_reduce, ALL_REDUCES["peer"], fusing_all_reduce)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "kernels", "hopper", "found"),
+    [
+        ("tp2", "auto", "auto", True, "mosaic"),
+        ("tp2", "auto", "auto", False, ""),
+        ("tp2", "auto", "reference", True, ""),
+        ("dep2", "auto", "auto", True, ""),
+        ("tp2", "psum", "auto", True, ""),
+        ("tp2", "peer", "reference", False, "reference"),
+    ],
+)
+def test_the_choice(layout, kind, kernels, hopper, found, monkeypatch):
+    monkeypatch.setattr("sharding.all_reduce.on_hopper", lambda: hopper)
+    placement = place(layout, Config.preset("tiny"))
+    assert peer_kernels(kind, placement, SERVING, kernels) == found
+    assert peer_kernels("auto", placement, FLOAT32, kernels) == ""
+    assert peer_kernels("auto", None, SERVING, kernels) == ""
+
+
+@pytest.mark.parametrize(
+    ("layout", "numerics", "says"),
+    [
+        ("dep2", SERVING, "layout dep2 has no tensor ranks to sum over"),
+        ("tp2", FLOAT32, "sums bfloat16, not numerics 'float32'"),
+    ],
+)
+def test_what_cannot_be_summed_so(layout, numerics, says):
+    placement = place(layout, Config.preset("tiny"))
+    with pytest.raises(UserError, match=rf"all-reduce 'peer': {says}"):
+        peer_kernels("peer", placement, numerics, "auto")
+    with pytest.raises(UserError, match=r"all-reduce 'peer': layout tp1 has no tensor ranks"):
+        peer_kernels("peer", None, numerics, "auto")
+    with pytest.raises(UserError, match=r"the 'mosaic' kernel needs an sm_90 GPU, this is cpu"):
+        peer_kernels("peer", place("tp2", Config.preset("tiny")), SERVING, "auto")
+
+
+@pytest.mark.parametrize(("rows", "fuses"), [(3, True), (33, False)])
+def test_the_pass_over_the_streams_takes_the_sum_in(rows, fuses, monkeypatch):
+    memory, taken = memory_of("tp2", rows), []
+    fused = op.build_all_reduce_norm("reference")
+
+    def recorded(*args, **options):
+        taken.append(options["slot"])
+        return fused(*args, **options)
+
+    monkeypatch.setattr("sharding.peer.build_all_reduce_norm", lambda kernels: recorded)
+    key = jax.random.key(4)
+    h = jax.random.normal(key, (1, rows, 4, D), jnp.bfloat16)
+    post, pre = jax.random.uniform(key, (2, 1, rows, 4))
+    comb, weight = jax.random.uniform(key, (1, rows, 4, 4)), jnp.ones(D, jnp.bfloat16)
+    streams = FusedStreams(mhc.expand, mhc.expand_collapse_norm)
+
+    def step(x):
+        y = fusing_all_reduce(x, MODEL).reshape((1, rows, D))
+        inside = streams.expand_collapse_norm(h, y, post, comb, pre, weight, norm_eps=1e-6)
+        whole = all_reduce(x, MODEL).reshape(1, rows, D)
+        outside = mhc.expand_collapse_norm(h, whole, post, comb, pre, weight, norm_eps=1e-6)
+        return (*inside, streams.expand(h, y, post, comb)), (*outside, outside[0])
+
+    (got, want), errors = run(memory, step, values(5, 2, rows))
+    assert taken == ([0] if fuses else []) and not np.asarray(errors).any()
+    for ours, plain in zip(got, want, strict=True):
+        assert np.asarray(ours).tobytes() == np.asarray(plain).tobytes()
+
+
+class Sums(nnx.Module):
+    """In place of a model: its programs sum ones."""
+
+    def __init__(self):
+        self.cfg, self.weight = Config.preset("tiny"), nnx.Param(jnp.ones(1, jnp.bfloat16))
+        self.layers = nnx.List([])
+
+
+def sums(model, ops, cache, batch, sampling, *, logprobs, steps):
+    width = model.cfg.hidden_size
+    ones = jnp.broadcast_to(model.weight.get_value(), (len(batch.slot), width))
+    return cache, ALL_REDUCES["peer"](ones, MODEL)[:, 0]
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Programs of two tensor ranks and two data ranks, whose decode is ``sums``."""
+    monkeypatch.setitem(FORWARDS, "decode", sums)
+    monkeypatch.setitem(OUTPUT_SPECS, "decode", (BY_RANK, BY_RANK))
+    placement = place("tp2xdp2", Config.preset("tiny"))
+    ops = build_ops(placement.division, SERVING, "reference", "peer")
+    shape = CacheShape(slots=2, pages=2, page_size=16)
+    return Programs(Sums(), ops, shape, placement=placement, peers="reference")
+
+
+def test_a_program_has_memory_of_its_own(programs):
+    bucket, more = Bucket(2, 1, 2), Bucket(65, 1, 2)
+    programs.compile("decode", bucket)
+    memory, cache = programs.memory("decode", bucket), programs.new_cache()
+    assert (memory.exchange.ranks, memory.exchange.rows) == (2, 2)
+    assert memory is programs.memory("decode", bucket)
+    assert programs.memory("draft", bucket).exchange.rows == 2 * programs.cfg.dspark_block_size
+    assert programs.memory("decode", more) is None and programs.memory("put_state", bucket) is None
+    with pytest.raises(ValueError, match=r"bucket.steps=4 must be 1 with peer-to-peer sums"):
+        programs.memory("decode", replace(bucket, steps=4))
+    _, found = programs("decode", bucket, cache, *programs.idle_inputs("decode", bucket))
+    assert np.asarray(found).tolist() == [2.0] * 4
+    (report,) = programs.take_reports()
+    report.check("step 1")
+    assert np.asarray(report.errors).tolist() == [0] * 4 and programs.take_reports() == []
+
+
+def test_a_step_without_an_answer_is_named(programs, monkeypatch):
+    late = jnp.array([2], jnp.int32)
+    monkeypatch.setattr("sharding.peer.build_report", lambda kernels: lambda *_, exchange: late)
+    bucket = Bucket(2, 1, 2)
+    programs.compile("decode", bucket)
+    programs("decode", bucket, programs.new_cache(), *programs.idle_inputs("decode", bucket))
+    (report,) = programs.take_reports()
+    with pytest.raises(
+        StuckStep, match=r"step 17 \(decode\): rank 0 got no answer from rank 1 within 5 s"
+    ):
+        report.check("17")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "batch"), [("tp2xdep2", 6), ("tp2", 65), ("dep2", 2)])
 def test_a_measured_step_makes_the_same_tokens(name, batch):
-    """Two tensor ranks sum alike either way; more rows, or none to sum over, need no memory."""
+    """Two tensor ranks sum bf16 alike either way; more rows, or none to sum over, need no
+    memory.
+    """
     cfg = Config.preset("tiny")
     placement = place(name, cfg)
     model = random_model(cfg, placement, numerics=SERVING)
     tokens = {}
     for kind, peers in (("psum", ""), ("peer", "reference")):
-        ops = build_ops(placement.division, SERVING, "reference", kind)
+        ops = rounded_ops(placement, SERVING)
+        if kind == "peer":
+            ops = build_ops(placement.division, SERVING, "reference", kind)
         step = PlacedStep(model, ops, placement, Step("decode", batch, 32), peers=peers)
         memory = step.memory()
         assert (memory is None) == (kind == "psum" or name != "tp2xdep2")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsv41_jax.errors import UserError
-from pallas_kernels.numerics import FLOAT32
+from pallas_kernels.numerics import FLOAT32, REFERENCE
 from serving.engine import Engine
 from serving.generate import load
 from serving.options import EngineOptions
@@ -17,6 +17,7 @@ from serving.request import Request
 from serving.speculative import Speculation
 from sharding.watchdog import StuckStep
 from tests.conftest import GOLDENS
+from tests.sharding.devices.support import rounded_ops
 
 TINY = GOLDENS / "tiny_ckpt"
 PROMPTS = ("p37", "p5", "p96")
@@ -49,9 +50,15 @@ def golden_requests(names=PROMPTS):
     return requests, tokens
 
 
-def engine_on(name, options=OPTIONS):
-    loaded = load(TINY, FLOAT32, kernels="reference", layout=name, speculation=True)
-    engine = Engine(loaded.model, loaded.ops, options, placement=loaded.placement)
+def loaded_on(name, numerics=FLOAT32, **options):
+    return load(TINY, numerics, kernels="reference", layout=name, speculation=True, **options)
+
+
+def engine_on(name, options=OPTIONS, loaded=None):
+    loaded = loaded or loaded_on(name)
+    engine = Engine(
+        loaded.model, loaded.ops, options, placement=loaded.placement, peers=loaded.peers
+    )
     engine.warm_up()
     return engine
 
@@ -161,6 +168,34 @@ def test_drafts_change_no_token():
     requests, tokens = golden_requests()
     assert_tokens(engine.run(requests), tokens)
     assert engine.acceptance.drafted > 0
+
+
+@pytest.mark.slow
+def test_peer_to_peer_sums_change_no_bit():
+    """Two tensor ranks sum bf16 alike either way; passes over the streams take sums in."""
+    found, requests = {}, golden_requests()[0]
+    for kind in ("psum", "peer"):
+        loaded = loaded_on("tp2", REFERENCE, all_reduce=kind)
+        if kind == "psum":
+            loaded = replace(loaded, ops=rounded_ops(loaded.placement, REFERENCE))
+        engine = engine_on("tp2", loaded=loaded)
+        found[kind] = [sequence.result for sequence in engine.run(requests)]
+        memories = [engine.executor.programs.memory(*key) for key in OPTIONS.programs(16)]
+        rows = {memory.exchange.rows for memory in memories if memory}
+        assert rows == (set() if kind == "psum" else {3, 16, 48})
+    assert [r.token_ids for r in found["peer"]] == [r.token_ids for r in found["psum"]]
+    assert [r.logprobs for r in found["peer"]] == [r.logprobs for r in found["psum"]]
+
+
+@pytest.mark.slow
+def test_engram_tables_on_the_host():
+    """One copy for two data ranks of two tensor ranks each."""
+    loaded = loaded_on("tp2xdp2", engram="host")
+    assert isinstance(loaded.model.layers[1].engram.embed().codes, np.ndarray)
+    engine = engine_on("tp2xdp2", loaded=loaded)
+    requests, tokens = golden_requests(("p37", "p5", "p96", "p5"))
+    assert_tokens(engine.run(requests), tokens)
+    assert engine.compiles.count == 0
 
 
 def _assert_a_stuck_step_is_named(engine, request, monkeypatch):

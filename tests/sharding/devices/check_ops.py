@@ -3,7 +3,7 @@
 import threading
 import time
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,9 @@ from pallas_kernels.moe_experts import repack
 from pallas_kernels.moe_experts.weights import ExpertWeights
 from pallas_kernels.numerics import FLOAT32, REFERENCE
 from pallas_kernels.quant import Fp4Rows, Fp8Blocks, Fp8Rows
+from sharding.build import build_ops
 from sharding.collectives import anywhere, from_first
+from sharding.dispatch import AllToAll
 from sharding.engram_rows import SpreadRows
 from sharding.experts import SpreadExperts
 from sharding.hlo import collectives
@@ -29,7 +31,7 @@ from sharding.place import place
 from sharding.repack import local_shapes, repack_placed, repacked
 from sharding.watchdog import StuckStep, Watchdog
 from tests.compare import assert_abs
-from tests.sharding.devices.support import Placed
+from tests.sharding.devices.support import Placed, rounded_ops
 
 DATA, MODEL, WHOLE = PartitionSpec("data"), PartitionSpec("model"), PartitionSpec()
 LOCAL = local_ops(FLOAT32, "reference")
@@ -63,8 +65,10 @@ def routing(kind, rows):
 
 
 @cache
-def experts_on(name, rows_over, experts_over, columns_over):
-    spread = SpreadExperts(LOCAL.moe_experts, rows_over, experts_over, columns_over)
+def experts_on(name, rows_over, experts_over, columns_over, dispatch="gather"):
+    spread = SpreadExperts(
+        LOCAL.moe_experts, rows_over, experts_over, columns_over, dispatch=dispatch
+    )
     by_row = DATA if rows_over else WHOLE
     e, f = experts_over or None, columns_over or None
     specs = ExpertWeights(PartitionSpec(e, f), PartitionSpec(e, f), PartitionSpec(e, None, f))
@@ -101,6 +105,73 @@ def test_experts(name, rows_over, experts_over, columns_over, kind):
     run = experts_on(name, rows_over, experts_over, columns_over)
     got = np.asarray(run(x, ids, routed, experts, shared))
     assert_abs(got[live], want[live], 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "experts_over", "most"),
+    [("tp2xdep2", ("data", "model"), 11), ("dep4", ("data",), 2)],
+    ids=["enough room", "too little room"],
+)
+def test_rows_go_to_their_experts(name, experts_over, most, monkeypatch):
+    """All to all, or all gather where one rank has more rows for another than it has room for."""
+    monkeypatch.setattr(AllToAll, "most", lambda self, rows, k: most)
+    rows = 12 * layout(name).data
+    x, (ids, routed) = normal(5, rows, D), routing("uniform", rows)
+    ids = np.where(np.arange(rows)[:, None] % 5 == 0, -1, ids)
+    live = ids[:, 0] >= 0
+    experts, shared = weights(E), weights()
+    want = np.asarray(LOCAL.moe_experts(x, ids, routed, experts, shared, limit=LIMIT))
+    x = np.where(live[:, None], x, np.nan)
+    run = experts_on(name, ("data",), experts_over, (), "all_to_all")
+    text = run.lower(x, ids, routed, experts, shared).compile().as_text()
+    assert "all-to-all" in text and "conditional" in text
+    assert_abs(np.asarray(run(x, ids, routed, experts, shared))[live], want[live], 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "k", "most"),
+    [(8, 1024, 6, 629), (32, 1024, 6, 227), (8, 1, 6, 1), (2, 8, 2, 8)],
+)
+def test_room_for_rows(ranks, rows, k, most):
+    assert AllToAll(12, ranks).most(rows, k) == most
+
+
+def test_partial_sums_are_rounded_once():
+    """Eight ranks' parts of a projection and of experts: summed as they are, or rounded first."""
+    heads, k, n, d, f = 16, 64, 32, 256, 256
+    sizes = {"num_attention_heads": heads, "o_groups": 8, "o_lora_rank": n}
+    placement = place("tp8", replace(Config.preset("tiny"), moe_intermediate_size=f, **sizes))
+    o, x = (jnp.asarray(normal(i, 16, *s), jnp.bfloat16) for i, s in enumerate([(heads, k), (d,)]))
+    blocks, rows4 = jit(Fp8Blocks.quantize), jit(Fp4Rows.quantize)
+    wo_a, wo_b = blocks(normal(2, 8 * n, heads * k // 8)), blocks(normal(3, d, 8 * n))
+    up, down = normal(4, E, f, d), normal(5, E, d, f)
+    experts = ExpertWeights(rows4(up), rows4(up[::-1]), rows4(down))
+    shared = ExpertWeights(blocks(up[0]), blocks(up[1]), blocks(down[0]))
+    inputs = o, wo_a, wo_b, x, *routing("uniform", 16), experts, shared
+
+    def both(ops, o, wo_a, wo_b, *moe, **options):
+        projected = ops.output_projection(o, wo_a, wo_b, groups=wo_a.shape[0] // n, **options)
+        return projected, ops.moe_experts(*moe, limit=LIMIT, **options)
+
+    local = local_ops(REFERENCE, "reference")
+    want = jit(partial(both, local, out_dtype=jnp.float32))(*inputs)
+    specs = [PartitionSpec(*spec) for spec in ((None, "model"), ("model",), (None, "model"))]
+    stacked, one = (
+        ExpertWeights(*(placement.spec(f".ffn.{kind}.{w}.weight") for w in ("w1", "w3", "w2")))
+        for kind in ("experts", "shared_experts")
+    )
+    specs += [WHOLE] * 3 + [stacked, one]
+    equal, error = {}, {}
+    for kind, ops in (
+        ("parts", build_ops(placement.division, REFERENCE, "reference")),
+        ("rounded", rounded_ops(placement, REFERENCE)),
+    ):
+        got = over("tp8", partial(both, ops), tuple(specs), WHOLE)(*inputs)
+        assert [y.dtype.name for y in got] == ["bfloat16"] * 2
+        equal[kind] = float(jnp.mean(got[0] == want[0].astype(jnp.bfloat16)))
+        error[kind] = float(jnp.std(got[1].astype(jnp.float32) - want[1]))
+    assert equal["parts"] > 0.99 and equal["rounded"] < 0.7
+    assert error["parts"] < 0.95 * error["rounded"]  # each expert is rounded either way
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from dsv41_jax.rows import Rows
 from pallas_kernels.numerics import FLOAT32, Numerics
 from serving.batch import Segment, build_rows
 from serving.buckets import Bucket
-from sharding.build import build_ops
+from sharding.build import _spread, build_ops
+from sharding.collectives import all_reduce
 from sharding.place import BY_RANK, Placement, load_placed, place
 from tests.compare import assert_abs
 from tests.conftest import GOLDENS
@@ -183,6 +184,12 @@ def compare(place: Place, logits: np.ndarray, tokens: np.ndarray, drafts: np.nda
     if stop - 1 in golden.drafts:
         np.testing.assert_array_equal(drafts, golden.drafts[stop - 1])
     return compared
+
+
+def rounded_ops(placement: Placement, numerics: Numerics) -> Ops:
+    """Operations that ``psum`` what each rank has rounded, as a peer-to-peer sum takes it."""
+    local = build_ops("tp1", numerics, "reference")
+    return _spread(local, placement.division, "gather", all_reduce)
 
 
 def perturbed(ops: Ops, size: float) -> Ops:

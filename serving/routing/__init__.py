@@ -1,0 +1,1 @@
+"""Which data rank of which worker gets a request."""

@@ -1,0 +1,1 @@
+"""A fleet on a simulated clock: real scheduler, cache and routing, modelled devices."""
