@@ -1,4 +1,4 @@
-# make demo | test | golden | lint | compile-check. PYTHON=... picks the interpreter, VENV=... the environment.
+# make demo | test | golden | notebooks | lint | compile-check. PYTHON=... picks the interpreter, VENV=... the environment.
 SHELL := /bin/bash
 PYTHON ?= $(shell tools/find-python)
 python := $(PYTHON)
@@ -9,11 +9,11 @@ CUDA_VENV ?= .venv-cuda
 lock := requirements/lock-$(if $(filter 3.11,$(version)),3.11,3.12).txt
 bin := $(VENV)/bin
 
-.PHONY: demo test golden lint compile-check venv
+.PHONY: demo test golden notebooks store-notebooks lint compile-check venv
 .DEFAULT_GOAL := demo
 
 demo: venv
-	$(bin)/python -m serving.demo --checkpoint tests/goldens/tiny_ckpt
+	$(bin)/python -m serving.demo
 
 # tests/conftest.py says what runs in one worker, and in which order.
 pytest := pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -23,6 +23,19 @@ test: venv
 
 golden: venv
 	$(bin)/python -m $(pytest) -m "golden and not slow"
+
+# Executes the notebooks as they are stored and changes nothing.
+notebooks: venv
+	$(run_notebooks)
+
+# After a change of a script: its notebook anew, with what it prints and draws.
+store-notebooks: venv
+	$(bin)/jupytext --quiet --update --to ipynb notebooks/*.py
+	$(run_notebooks) --overwrite
+
+run_notebooks := JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
+	JAX_COMPILATION_CACHE_MAX_SIZE=1000000000 \
+	$(bin)/python -m pytest -n 2 --maxschedchunk 1 --nbmake --nbmake-timeout 600 --durations 8 notebooks
 
 lint: venv
 	$(bin)/ruff check
