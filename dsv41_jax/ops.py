@@ -3,7 +3,7 @@ sharding.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -72,7 +72,8 @@ def local_ops(numerics: Numerics, kernels: str = "auto") -> Ops:
     """
     # For operations that are not told the numerics, or keep less of them: kernels round and add up
     # as serving does.
-    served = "reference" if kernels == "auto" and numerics != SERVING else kernels
+    rounding = replace(numerics, cache=SERVING.cache)
+    served = "reference" if kernels == "auto" and rounding != SERVING else kernels
     bound_linear = partial(linear.build(served), numerics=numerics)
     return Ops(
         numerics=numerics,

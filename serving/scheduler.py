@@ -255,12 +255,9 @@ class Scheduler:
         """Ask the pool for those who will get the next slots and the ones after; what comes waits
         in the host's memory.
         """
-        left = 2 * self.limits.slots - sum(s.fetch is not None for s in self.waiting)
-        for sequence in filter(self._wants, self.waiting) if left > 0 else ():
-            self.prefetch.begin(sequence, self._held(sequence))
-            left -= 1
-            if not left:
-                return
+        for sequence in self.waiting[: 2 * self.limits.slots]:
+            if self._wants(sequence):
+                self.prefetch.begin(sequence, self._held(sequence))
 
     def _wants(self, sequence: Sequence) -> bool:
         """Whether the pool should be asked for a sequence before it starts."""

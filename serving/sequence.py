@@ -93,6 +93,12 @@ class Sequence:
     def length(self) -> int:
         return len(self.prompt)
 
+    def newest(self, count: int) -> np.ndarray:
+        """The last ``count`` ids that have been read, int32; fewer if there are no more."""
+        made = self.result.token_ids[-count:]
+        first = max(self.length - (count - len(made)), 0)
+        return np.concatenate([self.prompt[first:], np.asarray(made, np.int32)])
+
     def prompt_pages(self, page_size: int) -> int:
         """Whole pages of the prompt that a hit may cover: its last token is always computed."""
         return (self.length - 1) // page_size

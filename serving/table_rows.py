@@ -59,7 +59,7 @@ class TableRows:
         segments = [NOBODY] * len(places)
         for place, sequence in enumerate(places):
             if sequence is not None:
-                known = sequence.tokens_known()
+                known = sequence.newest(self.lookback + 1)
                 tokens = np.concatenate([known, behind[place]])
                 segments[place] = Segment(tokens, len(known) - 1, len(tokens), 0, ())
         return self.of(build_rows(segments, bucket, self.lookback))

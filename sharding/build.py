@@ -40,11 +40,13 @@ def build_ops(
         return local
     if dispatch not in DISPATCHES:
         raise ValueError(f"{dispatch=} must be one of {', '.join(DISPATCHES)}")
+    if all_reduce not in ALL_REDUCES:
+        raise ValueError(f"{all_reduce=} must be one of {', '.join(ALL_REDUCES)}")
     spread = partial(_spread, local, division, dispatch)
     if all_reduce == "psum":
         return spread(partial(psum, dtype=numerics.dtype), part=jnp.float32)
     # Where nobody asked for kernels, only serving rounds as the fused one does.
-    if kernels == "auto" and numerics != SERVING:
+    if kernels == "auto" and replace(numerics, cache=SERVING.cache) != SERVING:
         return spread(ALL_REDUCES[all_reduce])
     streams = FusedStreams(local.mhc_expand, local.mhc_expand_collapse_norm)
     return replace(

@@ -174,12 +174,13 @@ def forward(model: Model, ops: Ops, cache: Cache, rows: Rows, step: Step) -> tup
     """All layers and a greedy token for every row that needs one: the last one of prefill, all of
     the others. Under bounded replay prefill runs the last layers on the last rows only.
     """
-    handoff, cache = model.encoder(ops, rows, cache)
     if step.phase == "prefill" and step.bounded_replay:
-        rows, handoff = _tail(model.cfg, rows, handoff)
-    features, cache = model.decoder(ops, rows, handoff, cache)
+        handoff, cache = model.encoder(ops, rows, cache)
+        features, cache = model.decoder(ops, *_tail(model.cfg, rows, handoff), cache)
+    else:
+        features, cache = model.layers_over(ops, rows, cache)
     last = -1 if step.phase == "prefill" else 0
-    logits = model.logits(ops, features.h[:, last:], features.pre[:, last:])
+    logits = model.scores(ops, features.normed[:, last:])
     return cache, ops.agree(jnp.argmax(logits, axis=-1).astype(jnp.int32))
 
 

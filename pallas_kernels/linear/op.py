@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.chosen import EARLY, row_count, takes
+from pallas_kernels.chosen import row_count, takes
 from pallas_kernels.dispatch import choose
 from pallas_kernels.linear import ref
 from pallas_kernels.linear.product import bf16_linears
@@ -90,8 +90,7 @@ def _many_where_faster(
     fits = not kernel_sm90.unfit(x, weights, numerics, out_dtype)
     if not fits or not _faster("linear", x, weights):
         return bf16_linears(x, weights, numerics=numerics, out_dtype=out_dtype)
-    early = "linear" in EARLY
-    return kernel_sm90.linears(x, weights, numerics=numerics, out_dtype=out_dtype, early=early)
+    return kernel_sm90.linears(x, weights, numerics=numerics, out_dtype=out_dtype)
 
 
 def _normed(
@@ -109,8 +108,7 @@ def _normed_where_faster(
 
     fits = not kernel_sm90.normed_unfit(x, norm, weights, numerics)
     if fits and _faster("normed_linear", x, weights):
-        early = "normed_linear" in EARLY
-        return kernel_sm90.normed_linears(x, norm, weights, eps=eps, numerics=numerics, early=early)
+        return kernel_sm90.normed_linears(x, norm, weights, eps=eps, numerics=numerics)
     return _many_where_faster(rms_norm(x, norm, eps), weights, numerics=numerics)
 
 

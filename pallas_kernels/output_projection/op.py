@@ -6,7 +6,7 @@ from functools import partial
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.chosen import EARLY, row_count, takes
+from pallas_kernels.chosen import row_count, takes
 from pallas_kernels.dispatch import choose
 from pallas_kernels.linear import op as linear
 from pallas_kernels.numerics import Numerics
@@ -56,8 +56,7 @@ def _grouped_where_faster(
     if not kernel_sm90.unfit(o, wo_a, groups, numerics):
         run = kernel_sm90.bf16_product
         if takes("grouped_projection", row_count(o, 2), (outputs,), k):
-            early = "grouped_projection" in EARLY
-            run = partial(kernel_sm90.grouped_projection, early=early)
+            run = kernel_sm90.grouped_projection
     return run(o, wo_a, groups=groups, numerics=numerics)
 
 

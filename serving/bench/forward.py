@@ -176,6 +176,8 @@ class Plan:
             programs = bench_of.programs(cache_shape(ours), tables, speculation)
             # A layer by itself has no memory for peer-to-peer sums.
             single = self.layer_times and not bench_of.peers
+            if single != self.layer_times:
+                self.notes.append(f"{name}: no single layers beside peer-to-peer sums")
             bench = Bench(programs, params, floors, self.chunk, single)
             began = time.perf_counter()
             bench.compile(ours, self.jobs)

@@ -153,8 +153,10 @@ class LayoutBench:
             devices = self.sets.placement.division.layout.devices
             tokens = row["rows"] * row["batch"] * self.sets.placement.division.ways("batch")
             found["tokens_per_s_gpu"] = round(tokens / row["us"] * 1e6 / devices, 1)
-            found["public"] = _PUBLIC_PROMPT
-        if (row["phase"], row["batch"], row["context"]) == ("decode", 1, 8192):
+            if devices == 4:
+                found["public"] = _PUBLIC_PROMPT
+        alone = (row["phase"], row["batch"], row["context"]) == ("decode", 1, 8192)
+        if alone and self.sets.placement.division.layout.name == "tp8":
             found["public"] = _PUBLIC_STEP
         return found
 

@@ -1,11 +1,14 @@
 """Threads that do what may block, so that the engine's loop does not."""
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
+
+_log = logging.getLogger(__name__)
 
 
 class Lane:
@@ -31,6 +34,7 @@ class Lane:
             try:
                 future.set_result(function(*given))
             except BaseException as error:
+                _log.exception("%s", threading.current_thread().name)
                 future.set_exception(error)
 
         self._jobs.put(job)

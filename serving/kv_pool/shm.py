@@ -130,6 +130,7 @@ class SharedMemoryStore:
 
     def put(self, keys: Sequence[bytes], rows: np.ndarray) -> list[bool]:
         with self._locked():
+            self.table.drop(self.table.abandoned(keys, self._clock()))
             there = self.table.find(keys, (READY, WRITING)) >= 0
             claims = [None if old else self._claim(k) for k, old in zip(keys, there, strict=True)]
         for claim, row in zip(claims, rows, strict=True):

@@ -109,6 +109,12 @@ class Table:
             self.generation[slot] += 1
             self._changed(slot)
 
+    def abandoned(self, keys: Sequence[bytes], now: float) -> np.ndarray:
+        """The slots that a writer of these keys took and, by now dead, has not filled."""
+        slots = self.find(keys, (WRITING,))
+        slots = slots[slots >= 0]
+        return slots[np.abs(now - self.since[slots]) >= WRITER_S]
+
     @property
     def ready(self) -> int:
         return int((self.state == READY).sum())

@@ -68,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(arguments: argparse.Namespace) -> None:
     studies = _studies(arguments)
+    if arguments.kernels not in ("auto", "reference") and "variants" in studies:
+        raise UserError(f"--kernels {arguments.kernels}: variants round as no kernel does")
     sizes = _sizes(arguments)
     if arguments.plot:
         plotting(arguments.plot)

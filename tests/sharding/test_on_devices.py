@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 FOLDER = Path(__file__).parent / "devices"
 CHECKS = sorted(path.name for path in FOLDER.glob("check_*.py"))
-SLOW = {"check_data_ranks.py", "check_forward.py", "check_wide.py"}
+SLOW = {"check_data_ranks.py", "check_forward.py", "check_kv_pool.py", "check_wide.py"}
 
 
 def start(devices: int, *arguments: str) -> subprocess.Popen:

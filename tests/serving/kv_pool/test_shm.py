@@ -166,6 +166,15 @@ def test_a_dead_writers_slot_is_found_by_nobody_and_taken_later(attach, clock):
     assert get(store, 1, 2) == [False, True]
 
 
+def test_a_dead_writers_key_is_stored_again(attach, clock):
+    store, dead = attach(2), attach(2)
+    with dead._locked():
+        dead.table.claim(key(1), clock())
+    assert put(store, 1) == [True] and get(store, 1) == [False], "its writer may be slow"
+    clock.now += WRITER_S + 1
+    assert put(store, 1) == [True] and get(store, 1) == [True]
+
+
 def test_the_lock_of_the_dead_is_free(attach, tmp_path):
     store = attach()
     hold = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(1)"
