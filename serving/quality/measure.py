@@ -34,9 +34,9 @@ class Sizes:
     pieces: int = 16
     context: int | None = None
     requests: int = 8
-    needles: int = 2
+    needles: int = 1
     needle_windows: int = 5
-    drafting: int = 24
+    drafting: int = 12
     new_tokens: int = 64
     task_tokens: int | None = None
 
