@@ -24,7 +24,7 @@ from pallas_kernels.sparse_attention.attend_shape import (
     WIDTH,
     Attend,
 )
-from pallas_kernels.sparse_attention.merge_ptx import MEET, merge, rotate
+from pallas_kernels.sparse_attention.merge_ptx import MEET, merge, place_outputs, rotate
 from pallas_kernels.sparse_attention.rows_ptx import divide, first_tile, look_up, places, produce
 from pallas_kernels.sparse_attention.rows_ptx import registers as row_registers
 
@@ -335,18 +335,4 @@ def _finish(s: Attend) -> list[str]:
             f"@p st.shared.v2.b32 [a+{QUERY_BYTES}], {{m0_,l0}};",
             f"@p st.shared.v2.b32 [a+{QUERY_BYTES + 64}], {{m1_,l1}};",
         ]
-    lines += [
-        f"mad.lo.u32 place, wg, {4 * 128 * MAX_HEADS}, sm; mad.lo.u32 place, head, 128, place;",
-        "mad.lo.u32 place, gr, 16, place; mad.lo.u32 place, quad, 4, place;",
-    ]
-    for j in range(8):
-        lines += [f"xor.b32 c, place, {16 * j};"]
-        for block in range(4):
-            for h in range(2):
-                first = 4 * (8 * block + j) + 2 * h
-                lines += [
-                    f"mul.f32 a, o{first}, inv{h}; mul.f32 b, o{first + 1}, inv{h};",
-                    "cvt.rn.bf16x2.f32 a, b, a;",
-                    f"st.shared.b32 [c+{128 * MAX_HEADS * block + 1024 * h}], a;",
-                ]
-    return lines
+    return [*lines, *place_outputs()]

@@ -33,6 +33,25 @@ def rotate(word: str, j: int, *, inverse: bool) -> list[str]:
     ]
 
 
+def place_outputs() -> list[str]:
+    """A warpgroup's outputs o times inv to shared memory, over the queries, as bf16."""
+    lines = [
+        f"mad.lo.u32 place, wg, {4 * 128 * MAX_HEADS}, sm; mad.lo.u32 place, head, 128, place;",
+        "mad.lo.u32 place, gr, 16, place; mad.lo.u32 place, quad, 4, place;",
+    ]
+    for j in range(8):
+        lines += [f"xor.b32 c, place, {16 * j};"]
+        for block in range(4):
+            for h in range(2):
+                first = 4 * (8 * block + j) + 2 * h
+                lines += [
+                    f"mul.f32 a, o{first}, inv{h}; mul.f32 b, o{first + 1}, inv{h};",
+                    "cvt.rn.bf16x2.f32 a, b, a;",
+                    f"st.shared.b32 [c+{128 * MAX_HEADS * block + 1024 * h}], a;",
+                ]
+    return lines
+
+
 def merge(s: Attend) -> list[str]:
     """Consumers meet, take the heads of their block in turn, and stay while others read theirs."""
     alone = f"barrier.sync {BARRIER_CONSUMERS}, {CONSUMERS};"

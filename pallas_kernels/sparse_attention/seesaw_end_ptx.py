@@ -13,7 +13,7 @@ from pallas_kernels.sparse_attention.attend_shape import (
     WIDTH,
     Seesaw,
 )
-from pallas_kernels.sparse_attention.merge_ptx import rotate
+from pallas_kernels.sparse_attention.merge_ptx import place_outputs, rotate
 
 MEET = f"barrier.sync {BARRIER_CONSUMERS}, {CONSUMERS};"
 
@@ -55,21 +55,7 @@ def finish(s: Seesaw) -> list[str]:
             f"ex2.approx.ftz.f32 c, c; fma.rn.f32 c, l{h}, b, c; div.full.f32 inv{h}, b, c;",
             f"mul.f32 inv{h}, inv{h}, {f32(2.0**SHIFT)};",
         ]
-    lines += [
-        f"mad.lo.u32 place, wg, {4 * 128 * MAX_HEADS}, sm; mad.lo.u32 place, head, 128, place;",
-        "mad.lo.u32 place, gr, 16, place; mad.lo.u32 place, quad, 4, place;",
-    ]
-    for j in range(8):
-        lines += [f"xor.b32 c, place, {16 * j};"]
-        for block in range(4):
-            for h in range(2):
-                first = 4 * (8 * block + j) + 2 * h
-                lines += [
-                    f"mul.f32 a, o{first}, inv{h}; mul.f32 b, o{first + 1}, inv{h};",
-                    "cvt.rn.bf16x2.f32 a, b, a;",
-                    f"st.shared.b32 [c+{128 * MAX_HEADS * block + 1024 * h}], a;",
-                ]
-    return lines
+    return [*lines, *place_outputs()]
 
 
 def store(s: Seesaw) -> list[str]:
