@@ -82,7 +82,7 @@ class Served:
         return values
 
 
-def wait_for(done: Callable[[], Any], timeout_s: float = 10.0) -> None:
+def wait_for(done: Callable[[], Any], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not done():
         assert time.monotonic() < deadline, "it did not happen in time"

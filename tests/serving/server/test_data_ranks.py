@@ -29,8 +29,9 @@ def test_ranks_share_requests_and_are_shown_apart(scripted):
             assert f'vllm:num_requests_running{{engine="{rank}",model_name="tiny"}} {count}' in page
             assert f'vllm:kv_cache_usage_perc{{engine="{rank}",model_name="tiny"}} 0.0' in page
         answers += [threads.submit(served.post, "/v1/completions", LONG) for _ in range(6)]
+        # One may wait before the slots are taken: all eight have to be, too.
+        wait_for(lambda: running() == [4, 4])
         wait_for(lambda: served.metrics()["vllm:num_requests_waiting"] == 1)
-        assert running() == [4, 4]
         assert served.post("/v1/completions", LONG).status_code == 429
         served.on_engine(lambda engine: setattr(engine.executor, "fail", True))
         assert {answer.result(20).status_code for answer in answers} == {500}

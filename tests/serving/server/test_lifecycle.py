@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -135,9 +134,7 @@ def test_sigterm_of_a_process_under_load(tiny_dir):
         with ThreadPoolExecutor(12) as threads:
             answers = [threads.submit(ask, index) for index in range(12)]
             # All have arrived: four run, eight wait.
-            deadline = time.monotonic() + 10
-            while 'num_requests_waiting{engine="0",model_name="tiny"} 8.0' not in _metrics(url):
-                assert time.monotonic() < deadline
+            wait_for(lambda: _running_and_waiting(url) == [4, 8])
             process.send_signal(signal.SIGTERM)
             for answer in answers:
                 assert answer.result(30).json()["usage"]["completion_tokens"] == 30
@@ -147,5 +144,15 @@ def test_sigterm_of_a_process_under_load(tiny_dir):
         process.communicate()
 
 
-def _metrics(url):
-    return httpx.get(f"{url}/metrics", timeout=10).text
+def _running_and_waiting(url):
+    page = httpx.get(f"{url}/metrics", timeout=10).text
+    return [
+        int(
+            float(
+                page.partition(f'num_requests_{state}{{engine="0",model_name="tiny"}} ')[2].split()[
+                    0
+                ]
+            )
+        )
+        for state in ("running", "waiting")
+    ]
