@@ -51,24 +51,24 @@ class Served:
 
     def __exit__(self, *_: object) -> None:
         self.server.should_exit = True
-        self.thread.join(20)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
     def client(self, **options: Any) -> openai.OpenAI:
-        options = {"api_key": "none", "max_retries": 0, "timeout": 30} | options
+        options = {"api_key": "none", "max_retries": 0, "timeout": 60} | options
         return openai.OpenAI(base_url=f"{self.url}/v1", **options)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         sent = {"content": body} if isinstance(body, bytes) else {"json": body}
-        return httpx.post(self.url + path, **sent, **{"timeout": 30, **options})
+        return httpx.post(self.url + path, **sent, **{"timeout": 60, **options})
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30, **options)
+        return httpx.get(self.url + path, timeout=60, **options)
 
     def on_engine(self, function: Callable[[Engine], Any]) -> Any:
         """The function's result, run between two steps of the engine."""
         call = self.app.state.worker.call(function)
-        return asyncio.run_coroutine_threadsafe(call, self.server._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(call, self.server._loop).result(60)
 
     def metrics(self) -> dict[str, float]:
         """Values by name, labels left out but for the reason of an end; summed over data ranks."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from tests.serving.server.support import NAME, OPTIONS, idle_pages
+from tests.serving.server.support import NAME, OPTIONS, idle_pages, wait_for
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -17,7 +17,7 @@ def server(tiny_server):
     yield tiny_server
     answer = tiny_server.post(COMPLETION, {"prompt": "still well", "max_tokens": 2})
     assert answer.status_code == 200
-    assert tiny_server.on_engine(idle_pages) == tiny_server.engine.options.pages
+    wait_for(lambda: tiny_server.on_engine(idle_pages) == tiny_server.engine.options.pages)
 
 
 def refused(answer, status, param):

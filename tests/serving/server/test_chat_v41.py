@@ -228,7 +228,7 @@ def test_stop_strings_end_the_answer_and_the_request(saying):
         assert (message["content"], reason) == ("one ", "stop")
         assert message["reasoning_content"] == "x STOP" and requests[0].stop == ()
         assert usage["completion_tokens"] < 40
-        wait_for(lambda: served.on_engine(lambda e: e.ranks[0].idle), 2)
+        wait_for(lambda: served.on_engine(lambda e: e.ranks[0].idle))
         assert served.on_engine(idle_pages) == 2048
         assert served.metrics()["vllm:request_success_total:stop"] == 2
 

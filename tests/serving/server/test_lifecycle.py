@@ -41,10 +41,10 @@ def test_disconnect_frees_pages_within_a_step(scripted, stream):
             writer.close()
 
         asyncio.run(start_and_leave())
-        wait_for(lambda: served.on_engine(lambda e: e.ranks[0].idle), 2)
+        wait_for(lambda: served.on_engine(lambda e: e.ranks[0].idle))
         assert served.on_engine(idle_pages) == 2048
         assert served.metrics()["vllm:request_success_total:abort"] == 2
-        assert served.app.state.gate.active == 0
+        wait_for(lambda: served.app.state.gate.active == 0)
 
 
 def test_aborts_of_queued_requests(scripted):
@@ -55,8 +55,9 @@ def test_aborts_of_queued_requests(scripted):
                 served.post("/v1/completions", LONG, timeout=0.3 + 0.05 * index)
 
         list(threads.map(leave_early, range(8)))
-        wait_for(lambda: served.on_engine(lambda e: e.ranks[0].idle), 2)
-        assert served.on_engine(idle_pages) == 2048
+        # A request that arrives after its client has left may still be on its way.
+        wait_for(lambda: served.on_engine(idle_pages) == 2048)
+        assert served.on_engine(lambda e: e.ranks[0].idle)
         assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 3}).status_code == 200
 
 
@@ -68,7 +69,7 @@ def test_engine_failure_fails_every_request_and_health(scripted):
         next(iter(streamed))
         wait_for(lambda: served.on_engine(lambda e: len(e.ranks[0].running)) == 2)
         served.engine.executor.fail = True
-        answer = whole.result(10)
+        answer = whole.result(60)
         assert answer.status_code == 500
         assert "the device is gone" in answer.json()["error"]["message"]
         with pytest.raises(openai.APIError, match="the device is gone"):
@@ -104,8 +105,8 @@ def test_drain_finishes_requests_and_refuses_new_ones(scripted):
         assert served.post("/v1/completions", {"prompt": "x"}).status_code == 503
         assert served.get("/health").json() == {"status": "draining"}
         for answer in answers:
-            assert answer.result(20).json()["usage"]["completion_tokens"] == 40
-        served.thread.join(10)
+            assert answer.result(60).json()["usage"]["completion_tokens"] == 40
+        served.thread.join(60)
         assert not served.thread.is_alive()
 
 
@@ -114,8 +115,8 @@ def test_drain_gives_up_after_its_time(scripted):
         answer = threads.submit(served.post, "/v1/completions", LONG)
         wait_for(lambda: served.app.state.worker._open)
         served.server.handle_exit(signal.SIGTERM, None)
-        assert answer.result(10).status_code == 503
-        served.thread.join(10)
+        assert answer.result(60).status_code == 503
+        served.thread.join(60)
         assert not served.thread.is_alive()
 
 
@@ -129,7 +130,7 @@ def test_sigterm_of_a_process_under_load(tiny_dir):
         body = {**LONG, "max_tokens": 30}
 
         def ask(_):
-            return httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+            return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
         with ThreadPoolExecutor(12) as threads:
             answers = [threads.submit(ask, index) for index in range(12)]
@@ -137,7 +138,7 @@ def test_sigterm_of_a_process_under_load(tiny_dir):
             wait_for(lambda: _running_and_waiting(url) == [4, 8])
             process.send_signal(signal.SIGTERM)
             for answer in answers:
-                assert answer.result(30).json()["usage"]["completion_tokens"] == 30
+                assert answer.result(60).json()["usage"]["completion_tokens"] == 30
         assert process.wait(20) == 0
     finally:
         process.kill()
@@ -145,7 +146,7 @@ def test_sigterm_of_a_process_under_load(tiny_dir):
 
 
 def _running_and_waiting(url):
-    page = httpx.get(f"{url}/metrics", timeout=10).text
+    page = httpx.get(f"{url}/metrics", timeout=60).text
     return [
         int(
             float(

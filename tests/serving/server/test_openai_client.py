@@ -210,7 +210,7 @@ def test_closing_a_stream_frees_its_pages(client, tiny):
     next(iter(stream))
     stream.close()
     wait_for(lambda: tiny.on_engine(lambda e: e.ranks[0].idle))
-    assert tiny.on_engine(idle_pages) == tiny.engine.options.pages
+    wait_for(lambda: tiny.on_engine(idle_pages) == tiny.engine.options.pages)
 
 
 def test_nothing_compiled_and_metrics(tiny):
