@@ -113,7 +113,8 @@ def place_tokenizer(checkpoint: Path, cache: Path) -> str:
 
 def result(exported: dict[str, Any]) -> dict[str, Any]:
     """The row of an aiperf export; UserError unless it is whole and free of errors."""
-    row = {name: exported[key][part] for name, (key, part) in _SHOWN.items() if key in exported}
+    shown = {name: exported[key][part] for name, (key, part) in _SHOWN.items() if key in exported}
+    row = {name: round(value, 3) for name, value in shown.items()}
     if exported["error_summary"] or exported["was_cancelled"] or not row.get("requests"):
         errors = json.dumps(exported["error_summary"])[:500]
         raise UserError(f"aiperf: {row.get('requests', 0):g} requests, errors: {errors}")

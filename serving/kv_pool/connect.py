@@ -43,6 +43,16 @@ class NoStore:
         pass
 
 
+def check_reachable(options: PoolOptions) -> None:
+    """UserError if a pool on the network does not answer, or its package is missing: before
+    anything large is loaded.
+    """
+    if options.backend == "mooncake":
+        from serving.kv_pool.mooncake import check_master
+
+        check_master(options.address)
+
+
 def open_tier(options: EngineOptions, executor: Executor) -> PoolTier:
     """The engine's side of its pool. UserError if the pool cannot be had, or not by this engine."""
     programs = executor.programs

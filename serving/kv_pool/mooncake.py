@@ -121,10 +121,16 @@ def reachable(address: str, timeout_s: float) -> bool:
         time.sleep(0.02)
 
 
+def check_master(address: str) -> None:
+    """UserError if there is no client here, or nobody listens at HOST:PORT."""
+    mooncake_class()
+    if not reachable(address, _REACH_S):
+        raise UserError(f"--kv-pool mooncake:{address}: nobody answers there")
+
+
 def _own_address(master: str) -> str:
     """The address of this host as the master's host sees it."""
-    if not reachable(master, _REACH_S):
-        raise UserError(f"--kv-pool mooncake:{master}: nobody answers there")
+    check_master(master)
     host, _, port = master.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=_REACH_S) as connection:
         return connection.getsockname()[0]

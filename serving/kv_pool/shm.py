@@ -5,6 +5,7 @@ dies; what that process was writing is found by nobody and written over later.
 """
 
 import fcntl
+import logging
 import mmap
 import os
 import struct
@@ -21,6 +22,7 @@ from dsv41_jax.errors import UserError
 from serving.kv_pool.shm_table import ENTRY_BYTES, READY, WRITING, Claim, Table
 from serving.kv_pool.store import ForeignStore, StoreError
 
+_log = logging.getLogger(__name__)
 _MAGIC = b"DSV41SHM"
 _VERSION = 1
 _SUPERBLOCK = struct.Struct("<8sIQQ")  # magic, version, slots, value bytes
@@ -85,9 +87,12 @@ class SharedMemoryStore:
             if os.fstat(self._file).st_uid != os.geteuid():
                 raise UserError(f"kv pool: {path} belongs to another user")
             with self._locked():
-                if os.fstat(self._file).st_size == 0:
+                if self._unfinished():
                     self._create(capacity)
                 self.slots = self._slots()
+            if self.slots < self._room(capacity):
+                kept = f"it has room for {self.slots} pages and keeps it"
+                _log.warning("kv pool: %s: %s, %d bytes were asked for", path, kept, capacity)
             self._map = mmap.mmap(self._file, self._size(self.slots))
         except BaseException:
             os.close(self._file)
@@ -178,10 +183,17 @@ class SharedMemoryStore:
             finally:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
+    def _unfinished(self) -> bool:
+        """Whether nobody has made the pool: its first bytes are the last that a maker, who holds
+        the lock meanwhile, writes.
+        """
+        return not any(os.pread(self._file, _SUPERBLOCK.size, 0))
+
     def _create(self, capacity: int) -> None:
-        slots = max(capacity - 2 * _PAGE, 0) // (self._stride + ENTRY_BYTES)
+        slots = self._room(capacity)
         if not slots:
             raise UserError(f"kv pool: {capacity} bytes hold no page of {self.value_bytes} bytes")
+        os.ftruncate(self._file, 0)
         try:
             # Memory that is not there must be missed now, not when a page is written.
             os.posix_fallocate(self._file, 0, self._size(slots))
@@ -208,6 +220,10 @@ class SharedMemoryStore:
         if not slots or os.fstat(self._file).st_size != self._size(slots):
             raise ForeignStore(f"{self.path} is damaged")
         return slots
+
+    def _room(self, capacity: int) -> int:
+        """Slots of a pool of so many bytes."""
+        return max(capacity - 2 * _PAGE, 0) // (self._stride + ENTRY_BYTES)
 
     def _data_at(self, slots: int) -> int:
         return _up(_PAGE + slots * ENTRY_BYTES, _PAGE)

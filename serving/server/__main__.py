@@ -15,6 +15,7 @@ from pallas_kernels.numerics import MODES
 from serving.engine import Engine
 from serving.generate import ENGRAM, ENGRAM_HELP, LAYOUT_HELP, load
 from serving.grammars import Grammars
+from serving.kv_pool.connect import check_reachable
 from serving.kv_pool.fingerprint import fingerprint
 from serving.kv_pool.options import add_option as add_pool_option
 from serving.kv_pool.options import parse_pool
@@ -113,6 +114,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     options = engine_options(arguments, config)
     if arguments.kv_pool != "none":
         pool = parse_pool(arguments.kv_pool, fingerprint(arguments.checkpoint))
+        check_reachable(pool)
         options = replace(options, kv_pool=pool)
     with bound_socket(arguments.host, arguments.port) as sock:
         numerics = default_numerics(arguments.numerics)

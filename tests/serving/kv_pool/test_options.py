@@ -1,13 +1,14 @@
 """What users say of a pool, and what they are shown."""
 
 import shutil
+import socket
 from dataclasses import fields
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from dsv41_jax.errors import UserError
-from serving.kv_pool import shm
+from serving.kv_pool import mooncake, shm
 from serving.kv_pool.__main__ import main
 from serving.kv_pool.connect import open_pool
 from serving.kv_pool.counts import Totals
@@ -114,6 +115,19 @@ def test_a_pool_has_the_name_of_its_model_and_layout(here):
     tier = open_pool(options, SPACE, window=8)
     assert [path.name for path in here.iterdir()] == [pool_path(SPACE.digest.hex()[:16]).name]
     tier.close()
+
+
+def test_a_master_that_does_not_answer_is_named_before_the_checkpoint_is_read(
+    tiny_dir, capsys, monkeypatch
+):
+    monkeypatch.setattr(mooncake, "mooncake_class", lambda: None)
+    monkeypatch.setattr(mooncake, "_REACH_S", 0.0)
+    monkeypatch.setattr("serving.server.__main__.load", None)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"mooncake:127.0.0.1:{closed.getsockname()[1]}"
+        assert serve(["--checkpoint", str(tiny_dir), "--kv-pool", address]) == 2
+    assert f"--kv-pool {address}: nobody answers there" in capsys.readouterr().err
 
 
 def test_pools_are_shown_and_removed(here, capsys):

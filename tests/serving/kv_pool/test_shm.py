@@ -219,6 +219,23 @@ def test_another_pool_is_left_alone(attach, tmp_path):
         assert path.read_bytes() == damaged
 
 
+def test_a_smaller_pool_that_is_there_is_kept_and_named(attach, caplog):
+    attach(slots=4)
+    assert not caplog.records
+    assert attach(slots=2).slots == 4 and not caplog.records
+    assert attach(slots=9).slots == 4
+    assert "room for 4 pages and keeps it" in caplog.text
+
+
+@pytest.mark.parametrize("size", [1, 10, room(9)])
+def test_what_a_dead_maker_left_is_made_anew(attach, tmp_path, size):
+    """Its memory was there, but not yet the first bytes."""
+    (tmp_path / "pool").write_bytes(bytes(size))
+    store = attach()
+    assert store.slots == 4
+    assert put(store, 1) == [True] and get(attach(), 1) == [True]
+
+
 def test_no_room(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="9000 bytes hold no page of 1000 bytes"):
         SharedMemoryStore(tmp_path / "pool", 9000, 1000)
