@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class DictStore:

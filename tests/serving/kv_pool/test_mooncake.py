@@ -34,7 +34,7 @@ def why_not() -> str | None:
 def run_cases(marker: str) -> None:
     options = ["-q", "-p", "no:cacheprovider", "-n0", "-m", marker, str(CASES)]
     command = [*UNSHARE, sys.executable, "-m", "tests.serving.kv_pool.in_namespace", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout)
 
