@@ -1,19 +1,21 @@
-"""Which implementation sums over tensor ranks after attention and experts, and what it needs."""
+"""Which implementation exchanges rows between tensor ranks, and what it needs."""
 
 import jax.numpy as jnp
 
 from dsv41_jax.errors import UserError
-from pallas_kernels.all_reduce.exchange import MAX_ROWS
+from pallas_kernels.all_reduce.exchange import MAX_ROWS, WORDS
 from pallas_kernels.dispatch import on_hopper
 from pallas_kernels.numerics import Numerics
+from sharding.layouts import Division
 from sharding.peer import PeerMemory, check_devices
 from sharding.place import Placement
 
+AGREED = 4096  # bytes of what is sampled for a row, its alternatives included
 KINDS = ("auto", "psum", "peer")
 HELP = (
     f"sums over tensor ranks: psum of float32 parts, or peer, whose kernels store bfloat16 parts to"
-    f" the memory of the other GPUs in programs of up to {MAX_ROWS} rows (psum in others); auto"
-    f" (default): peer on Hopper GPUs of one process"
+    f" the memory of the other GPUs in programs of up to {MAX_ROWS} rows, and all else that tensor"
+    f" ranks exchange there (XLA in others); auto (default): peer on Hopper GPUs of one process"
 )
 
 
@@ -39,12 +41,26 @@ def peer_kernels(kind: str, placement: Placement | None, numerics: Numerics, ker
 
 
 def peer_memory(placement: Placement, kernels: str, rows: int) -> PeerMemory | None:
-    """For the sums of a program of so many rows a data rank. None where ``psum`` takes them: there
-    are more than the kernels hold, or no tensor ranks. kernels: of ``peer_kernels``.
+    """For the sums and gathers of a program of so many rows a data rank. None where XLA's
+    collectives take them: there are more than the kernels hold, or no tensor ranks. kernels: of
+    ``peer_kernels``.
     """
     shape = placement.division.layout.mesh_shape
     axes = tuple(axis for axis in placement.division.axes["heads"] if shape[axis] > 1)
     if not kernels or not axes or not 0 < rows <= MAX_ROWS:
         return None
     width = placement.division.cfg.hidden_size
-    return PeerMemory.make(placement.mesh, axes, rows=rows, width=width, kernels=kernels)
+    room = rows * _gathered_bytes(placement.division)
+    return PeerMemory.make(placement.mesh, axes, rows=rows, width=width, room=room, kernels=kernels)
+
+
+def _gathered_bytes(division: Division) -> int:
+    """That a rank sends for one row in the largest gather of a program."""
+    cfg, ranks = division.cfg, division.ways("heads")
+    whole = [cfg.hidden_size, cfg.dspark_markov_rank]
+    if cfg.engram_layer_ids:
+        whole.append(cfg.engram_width)
+    parts = [(cfg.hc_mult + 1) * cfg.hidden_size, cfg.attention_width]
+    sizes = [AGREED, 4 * -(-cfg.vocab_size // ranks)]
+    sizes += [2 * n for n in whole] + [2 * -(-n // ranks) for n in parts]
+    return -(-max(sizes) // WORDS) * WORDS

@@ -2,7 +2,8 @@
 [--devices N] [--part TEXT] [--json FILE] [--timeout SECONDS]``.
 
 Every part runs in a process of its own, which is killed when it takes too long: the sum of 1, 8 and
-64 rows, the same inside the pass over the streams that follows it, and a rank that does not answer.
+64 rows, the same inside the pass over the streams that follows it and made of a gather, and a rank
+that does not answer.
 Exit status 1 if a bit was wrong or a part failed, 2 for bad arguments or too few Hopper GPUs.
 """
 
@@ -18,7 +19,7 @@ import jax
 
 from dsv41_jax.command import exit_status
 from dsv41_jax.errors import UserError
-from sharding.peer_bench import PARTS, run_part
+from sharding.peer_parts import PARTS, run_part
 
 _NO_DEVICES = 3  # exit status of a part
 _TOLD = 4000  # characters of what a failed part said

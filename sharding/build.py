@@ -11,10 +11,18 @@ from dsv41_jax.errors import UserError
 from dsv41_jax.ops import Ops, local_ops
 from pallas_kernels.numerics import SERVING, Numerics
 from pallas_kernels.quant import Packed
-from sharding.collectives import ALL_REDUCES, Axes, anywhere, from_first, gather
+from sharding.collectives import (
+    ALL_REDUCES,
+    Axes,
+    anywhere,
+    from_first,
+    gather,
+    peer_from_first,
+    peer_gather,
+)
 from sharding.collectives import all_reduce as psum
 from sharding.dispatch import DISPATCHES
-from sharding.engram_rows import SpreadRows, spread_engram_rows
+from sharding.engram_rows import SpreadRows, spread_embedding, spread_engram_rows
 from sharding.experts import SpreadExperts
 from sharding.fused_sums import FusedStreams, fusing_all_reduce
 from sharding.layouts import Division
@@ -29,7 +37,8 @@ def build_ops(
 ) -> Ops:
     """The operations of a divided model, for use inside ``shard_map`` over its mesh; "tp1": those
     of one device. all_reduce: of ``ALL_REDUCES``, after attention and experts; "peer" leaves some
-    sums to the pass over the streams behind them. dispatch: of ``DISPATCHES``, of rows to experts
+    sums to the pass over the streams behind them, and takes every other exchange between tensor
+    ranks of programs that have peer memory. dispatch: of ``DISPATCHES``, of rows to experts
     of other data ranks. UserError for a kind of kernels that does not exist here.
     """
     try:
@@ -37,12 +46,13 @@ def build_ops(
     except ValueError as error:
         raise UserError(f"kernels {kernels!r}: {error}") from error
     if isinstance(division, str):
-        return local
+        # No ranks have to add anything, so sums may be left to the pass over the streams.
+        return replace(local, output_projection=partial(local.output_projection, parts=True))
     if dispatch not in DISPATCHES:
         raise ValueError(f"{dispatch=} must be one of {', '.join(DISPATCHES)}")
     if all_reduce not in ALL_REDUCES:
         raise ValueError(f"{all_reduce=} must be one of {', '.join(ALL_REDUCES)}")
-    spread = partial(_spread, local, division, dispatch)
+    spread = partial(_spread, local, division, dispatch, peer=all_reduce == "peer")
     if all_reduce == "psum":
         return spread(partial(psum, dtype=numerics.dtype), part=jnp.float32)
     # Where nobody asked for kernels, only serving rounds as the fused one does.
@@ -62,9 +72,11 @@ def _spread(
     dispatch: str,
     reduce: Callable,
     part: jnp.dtype | None = None,
+    peer: bool = False,
 ) -> Ops:
     """The local operations with the collectives that the division needs around them. part: dtype
-    of what ``reduce`` sums, by default that of the numerics.
+    of what ``reduce`` sums, by default that of the numerics. peer: whether tensor ranks exchange
+    everything else peer to peer too.
     """
 
     def axes(logical: str) -> Axes:
@@ -81,27 +93,33 @@ def _spread(
         part=part,
         dispatch=dispatch,
     )
+    beside = peer_gather if peer else gather
+    vocabulary = SpreadRows((), axes("vocabulary"))
     return replace(
         local,
-        embedding=SpreadRows((), axes("vocabulary")) if axes("vocabulary") else local.embedding,
-        gathered_linear=partial(_gathered_linear, local.linear, model),
+        embedding=spread_embedding(vocabulary, peer=peer)
+        if vocabulary.sharing
+        else local.embedding,
+        gathered_linear=partial(_gathered_linear, local.linear, beside, model),
         output_projection=partial(
             _output_projection,
             local.output_projection,
             reduce,
+            beside,
             heads=model,
             groups_over=axes("groups"),
             part=part,
         ),
         moe_experts=experts,
-        engram_rows=spread_engram_rows(local.engram_rows, SpreadRows(data, model)),
-        agree=partial(from_first, axes=model),
+        engram_rows=spread_engram_rows(local.engram_rows, SpreadRows(data, model), peer=peer),
+        agree=partial(peer_from_first if peer else from_first, axes=model),
         anywhere=partial(anywhere, axes=data),
     )
 
 
 def _gathered_linear(
     linear: Callable,
+    gather: Callable,
     model: Axes,
     x: Array,
     weight: Array | Packed,
@@ -116,6 +134,7 @@ def _gathered_linear(
 def _output_projection(
     project: Callable,
     reduce: Callable,
+    gather: Callable,
     o: Array,
     wo_a: Array | Packed,
     wo_b: Array | Packed,

@@ -4,6 +4,7 @@ Every one of them is the identity for no axes, so that a layout without an axis 
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.all_reduce.exchange import MAX_ROWS
-from sharding.peer import Axes, traced_calls
+from sharding.peer import Axes, calls_over, traced_calls
 
 
 def rank_of(axes: Axes) -> Array | int:
@@ -51,6 +52,32 @@ def gather(x: Array, axes: Axes, *, axis: int) -> Array:
     return jax.lax.all_gather(x, axes, axis=axis % x.ndim, tiled=True)
 
 
+def peer_gather(x: Array, axes: Axes, *, axis: int) -> Array:
+    """``gather``, by stores to the memory of the other GPUs in a program that is traced inside
+    ``PeerMemory.calls`` of these axes.
+    """
+    calls = calls_over(axes)
+    if calls is None:
+        return gather(x, axes, axis=axis)
+    axis %= x.ndim
+    lead, trail = x.shape[:axis], x.shape[axis + 1 :]
+    parts = calls.gather(x.reshape(prod(lead), -1), axes)
+    return parts.reshape(*lead, -1, *trail)
+
+
+def peer_union(x: Array, axes: Axes) -> Array | None:
+    """The sum over ranks of x [..., N], zeros on all of them but at most one in every place, by
+    stores as ``peer_gather``; None in a program without peer memory of these axes. -0.0 may come
+    out as 0.0.
+    """
+    calls = calls_over(axes)
+    if calls is None:
+        return None
+    if calls.sums(x):
+        return calls.all_reduce(x, axes)
+    return calls.gather(x.reshape(-1, x.shape[-1]), axes, union=True).reshape(x.shape)
+
+
 def reduce_scatter(x: Array, axes: Axes) -> Array:
     """This rank's part, along the first array axis, of the sum over ranks (integers exactly, floats
     in float32).
@@ -70,9 +97,27 @@ def from_first(values: Any, axes: Axes) -> Any:
     if not axes or not leaves:
         return values
     bits = jnp.concatenate([_bits(leaf).ravel() for leaf in leaves])
-    sent = jax.lax.psum(jnp.where(rank_of(axes) == 0, bits, 0), axes)
+    return _divided(_from_first(bits, axes), leaves, tree)
+
+
+def peer_from_first(values: Any, axes: Axes) -> Any:
+    """``from_first``, by stores as ``peer_gather``."""
+    leaves, tree = jax.tree.flatten(values)
+    calls = calls_over(axes)
+    if calls is None or not leaves:
+        return from_first(values, axes)
+    bits = jnp.concatenate([_bits(leaf).ravel() for leaf in leaves])
+    return _divided(calls.gather(bits[None], axes)[0, : bits.size], leaves, tree)
+
+
+def _from_first(bits: Array, axes: Axes) -> Array:
+    return jax.lax.psum(jnp.where(rank_of(axes) == 0, bits, 0), axes)
+
+
+def _divided(bits: Array, leaves: list[Array], tree: Any) -> Any:
+    """The tree of arrays like the leaves, from the bits of all of them."""
     ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
-    parts = zip(leaves, jnp.split(sent, ends), strict=True)
+    parts = zip(leaves, jnp.split(bits, ends), strict=True)
     return tree.unflatten(_from_bits(part.reshape(leaf.shape), leaf.dtype) for leaf, part in parts)
 
 

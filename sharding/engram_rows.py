@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.engram.staged import StagedRows
-from sharding.collectives import Axes, gather, rank_of, reduce_scatter
+from sharding.collectives import Axes, gather, peer_union, rank_of, reduce_scatter
+from sharding.peer import calls_over
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,43 @@ class SpreadRows:
 
         return jax.tree.map(exchanged, table)
 
+    def peer(self, look_up: Callable, table: Any, ids: Array) -> Array | None:
+        """Rows of ids, [..., N] from ``look_up`` of this rank's part of the table and ids int32
+        [...], exchanged by ``peer_union``; None where that does not.
+        """
+        if self.asking or calls_over(self.sharing) is None:
+            return None
+        held = jax.tree.leaves(table)[0].shape[0]
+        local = ids - rank_of(self.sharing) * held
+        rows = look_up(table, jnp.clip(local, 0, held - 1))
+        mine = (local >= 0) & (local < held)
+        each = rows.reshape(*ids.shape, -1)
+        return peer_union(jnp.where(mine[..., None], each, 0).reshape(rows.shape), self.sharing)
 
-def spread_engram_rows(op: Callable, spread: SpreadRows) -> Callable:
-    """``engram_rows`` of a table whose rows are spread over ranks, or staged for each of them."""
+
+def spread_embedding(spread: SpreadRows, *, peer: bool) -> Callable:
+    """``embedding`` of a table whose rows are spread over ranks. peer: stores to their memory bring
+    them, in programs that have some.
+    """
+
+    def embedding(table: Array, ids: Array) -> Array:
+        rows = spread.peer(lambda part, own: part[own], table, ids) if peer else None
+        return spread(table, ids) if rows is None else rows
+
+    return embedding
+
+
+def spread_engram_rows(op: Callable, spread: SpreadRows, *, peer: bool = False) -> Callable:
+    """``engram_rows`` of a table whose rows are spread over ranks, or staged for each of them;
+    peer: as of ``spread_embedding``, dequantised before they are sent.
+    """
 
     def engram_rows(table: Any, ids: Array) -> Array:
         if isinstance(table, StagedRows):
             return op(table, ids)
+        found = spread.peer(op, table, ids) if peer else None
+        if found is not None:
+            return found
         rows = spread(table, ids)
         flat = jax.tree.map(lambda plane: plane.reshape(ids.size, plane.shape[-1]), rows)
         return op(flat, jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape))

@@ -1,4 +1,4 @@
-"""The peer-to-peer all-reduce in a program: shared memory, its table, and the calls of one step.
+"""Peer-to-peer sums and gathers in a program: shared memory, its table, and the calls of one step.
 
 One ``PeerMemory`` for each executable, made once and kept as long as that runs. A program takes
 its table as an argument, never donated, and makes its calls inside ``PeerMemory.calls``:
@@ -19,16 +19,23 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv41_jax.errors import UserError
-from pallas_kernels.all_reduce.exchange import SENTINEL, SLOTS, Exchange
-from pallas_kernels.all_reduce.op import build_all_reduce, build_all_reduce_norm, build_report
+from pallas_kernels.all_reduce.exchange import HALVES, SENTINEL, SLOTS, WORDS, Exchange
+from pallas_kernels.all_reduce.op import (
+    build_all_reduce,
+    build_all_reduce_norm,
+    build_gather,
+    build_report,
+)
 from sharding.watchdog import StuckStep
 
 Axes = tuple[str, ...]
+SUM, GATHER = "sum", "gather"
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,16 +62,19 @@ class PeerMemory:
         rows: int,
         width: int,
         timeout_s: float = 5.0,
+        room: int = 0,
         kernels: str = "mosaic",
     ) -> "PeerMemory":
         """UserError if another process holds some of the devices, or they lack the kernel;
-        ValueError for a shape that it does not take. kernels "reference": the same calls by XLA.
+        ValueError for a shape that it does not take. room: bytes of one rank in a gather. kernels
+        "reference": the same calls by XLA.
         """
-        exchange = Exchange(prod(mesh.shape[axis] for axis in axes), rows, width, timeout_s)
+        ranks = prod(mesh.shape[axis] for axis in axes)
+        exchange = Exchange(ranks, rows, width, timeout_s, room)
         check_devices(mesh, kernels)
         devices = list(mesh.devices.flat)
         empty = np.full((1, exchange.words), SENTINEL, np.uint32).view(np.int32)
-        empty[:, exchange.fault // 4 :] = 0
+        empty[:, exchange.fault // 4 : exchange.gathers // 4] = 0
         slots = _spread(mesh, [empty] * len(devices))
         held = {s.device: s.data.unsafe_buffer_pointer() for s in slots.addressable_shards}
         rows_of = {}
@@ -102,7 +112,7 @@ class PeerMemory:
             late = devices.index(group[int(codes[place]) - 1])
             raise StuckStep(
                 f"step {step}: rank {place} got no answer from rank {late} within"
-                f" {self.exchange.timeout_s:g} s in an all-reduce"
+                f" {self.exchange.timeout_s:g} s in a sum or gather"
             )
 
 
@@ -112,21 +122,28 @@ class PeerCalls:
 
     memory: PeerMemory
     table: Array
-    count: int = 0
+    kinds: list[str] = field(default_factory=list)
     last: Array | None = field(default=None, repr=False)
+
+    def count(self, kind: str) -> int:
+        """Calls so far: SUM or GATHER."""
+        return self.kinds.count(kind)
 
     def all_reduce(self, x: Array, axes: Axes) -> Array:
         """The sum over the axes, those of the memory, of x bf16 [..., D], as many rows as its
         exchange has.
         """
         e = self.memory.exchange
-        if axes != self.memory.axes:
-            raise ValueError(f"{axes=} must be {self.memory.axes}, which the peer memory sums over")
-        if x.dtype != "bfloat16" or x.size != e.rows * e.width or x.shape[-1] != e.width:
+        self._check_axes(axes)
+        if not self.sums(x):
             raise ValueError(f"{x.shape=} {x.dtype=} must be bfloat16 of {e.rows} x {e.width}")
         flat = x.reshape(e.rows, e.width)
-        run = build_all_reduce(self.memory.kernels)
-        return self._next(flat, run, flat).reshape(x.shape)
+        return self._sum(build_all_reduce(self.memory.kernels), flat).reshape(x.shape)
+
+    def sums(self, x: Array) -> bool:
+        """Whether ``all_reduce`` takes arrays of that shape."""
+        e = self.memory.exchange
+        return x.dtype == "bfloat16" and x.size == e.rows * e.width and x.shape[-1] == e.width
 
     def all_reduce_norm(
         self,
@@ -143,30 +160,52 @@ class PeerCalls:
         y [R, D].
         """
         run = build_all_reduce_norm(self.memory.kernels)
-        streams = h, y, post, comb, pre, weight
-        return self._next(y, run, *streams, norm_eps=norm_eps)
+        return self._sum(run, h, y, post, comb, pre, weight, norm_eps=norm_eps)
+
+    def gather(self, x: Array, axes: Axes, *, union: bool = False) -> Array:
+        """``build_gather`` of x [R, N] over the axes, those of the memory; rows of any length, in
+        all at most its room.
+        """
+        self._check_axes(axes)
+        n, multiple = x.shape[1], WORDS // x.dtype.itemsize
+        padded = jnp.pad(x, ((0, 0), (0, -n % multiple)))
+        half = self.count(GATHER) % HALVES
+        self.kinds.append(GATHER)
+        run = build_gather(self.memory.kernels)
+        found = self._run(run, padded, half=half, union=union)
+        if padded.shape == x.shape:
+            return found
+        found = found.reshape(len(x), -1, padded.shape[1])[..., :n]
+        return found.reshape(len(x), -1)
 
     def finish(self) -> Array:
-        """int32 [1]: the error word behind all calls, which are filled up to a multiple of 3."""
-        while self.last is not None and self.count % SLOTS:
-            self.all_reduce(self.last, self.memory.axes)
+        """int32 [1]: the error word behind all calls, filled up so that the next execution may
+        begin: sums to a multiple of 3, gathers so that no half is used twice in succession.
+        """
+        e = self.memory.exchange
+        while self.count(SUM) % SLOTS:
+            self.all_reduce(jnp.zeros((e.rows, e.width), jnp.bfloat16), self.memory.axes)
+        ends = {*self.kinds[:1], *self.kinds[-1:]}
+        if ends == {GATHER} and self.count(GATHER) % HALVES:
+            self.gather(jnp.zeros((1, WORDS // 4), jnp.int32), self.memory.axes)
         after = self.table if self.last is None else self.last
         report = build_report(self.memory.kernels)
-        return report(self.table, after, self.memory.axes, exchange=self.memory.exchange)
+        return report(self.table, after, self.memory.axes, exchange=e)
 
-    def _next(self, first: Array, run: Callable, *arrays: Array, **options: float) -> Any:
+    def _check_axes(self, axes: Axes) -> None:
+        if axes != self.memory.axes:
+            raise ValueError(f"{axes=} must be {self.memory.axes}, which the peer memory sums over")
+
+    def _sum(self, run: Callable, *arrays: Array, **options: float) -> Any:
+        slot = self.count(SUM) % SLOTS
+        self.kinds.append(SUM)
+        return self._run(run, *arrays, slot=slot, **options)
+
+    def _run(self, run: Callable, *arrays: Array, **options: Any) -> Any:
         """The call behind the one before it, whatever XLA knows of their order."""
-        after = first if self.last is None else self.last
-        result = run(
-            *arrays,
-            self.table,
-            after,
-            self.memory.axes,
-            exchange=self.memory.exchange,
-            slot=self.count % SLOTS,
-            **options,
-        )
-        self.count += 1
+        after = arrays[0] if self.last is None else self.last
+        axes, exchange = self.memory.axes, self.memory.exchange
+        result = run(*arrays, self.table, after, axes, exchange=exchange, **options)
         self.last = result[-1] if isinstance(result, tuple) else result
         return result
 
@@ -180,6 +219,12 @@ def traced_calls() -> PeerCalls:
     if calls is None:
         raise ValueError("the peer-to-peer all-reduce must be traced inside PeerMemory.calls")
     return calls
+
+
+def calls_over(axes: Axes) -> PeerCalls | None:
+    """Those of the program that is being traced if it has peer memory over just these axes."""
+    calls = _TRACED.get()
+    return calls if calls is not None and calls.memory.axes == axes else None
 
 
 def check_devices(mesh: Mesh, kernels: str) -> None:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv41_jax.compiling import jit
 from pallas_kernels.all_reduce import ref
-from pallas_kernels.all_reduce.cases import CASES, Case
+from pallas_kernels.all_reduce.cases import Case
 from pallas_kernels.mhc.op import build_expand_collapse_norm
 from pallas_kernels.norm import rms_norm
 from sharding.collectives import all_reduce
@@ -31,8 +31,6 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 AXES = ("model",)
 STREAMS = 4
 NORM_EPS = 1e-6
-SILENT = "silent rank"
-PARTS = (*map(str, CASES), SILENT)
 SPEC, WHOLE = PartitionSpec(AXES), PartitionSpec()
 
 
@@ -69,6 +67,7 @@ class Bench:
             rows=self.rows,
             width=self.width,
             timeout_s=self.timeout_s,
+            room=2 * self.rows * self.width * len(self.devices),
             kernels=self.kernels,
         )
 
@@ -103,16 +102,6 @@ class Bench:
         return self.normal((self.rows, STREAMS, self.width), (self.rows, self.width))
 
 
-def run_part(name: str, devices: Sequence[Any]) -> dict[str, Any]:
-    """The row of one of ``PARTS``."""
-    shown = {"device": devices[0].device_kind, "jax": jax.__version__}
-    if name == SILENT:
-        return silent(Bench(tuple(devices), Case(8), timeout_s=1.0)) | shown
-    case = next(case for case in CASES if str(case) == name)
-    bench = Bench(tuple(devices), case)
-    return (norms(bench) if case.part == "norm" else sums(bench)) | shown
-
-
 def scramble(x: Array, layer: int, ranks: int) -> Array:
     """Exact: what every rank makes of the same x differs in order, signs and last bits, zeros only
     in sign; the sum is about as large as x.
@@ -140,8 +129,10 @@ def sums(bench: Bench) -> dict[str, Any]:
     peer = bench.program(partial(_with_memory, memory, exchange), (SPEC, SPEC), donate=1)
     plain = bench.program(lambda x: exchange(x, partial(ref.all_reduce, axes=AXES)), (SPEC,), 1)
     wrong = compare(bench, memory, lambda x: peer(x, memory.table), plain, bench.draw_rows)
-    layer_us = times(bench, _layers(bench))
-    return _row(bench, wrong, layer_us, layer_us["peer"])
+    others = {"none": lambda y: y, "psum": lambda y: all_reduce(y, AXES)}
+    by_stores = partial(PeerCalls.all_reduce, axes=AXES)
+    layer_us = times(bench, layers(bench, by_stores, others))
+    return row(bench, wrong, layer_us, layer_us["peer"])
 
 
 def norms(bench: Bench) -> dict[str, Any]:
@@ -169,7 +160,7 @@ def norms(bench: Bench) -> dict[str, Any]:
         bench, memory, lambda carry: peer(carry, memory.table), plain, bench.draw_streams
     )
     layer_us = times(bench, _norm_layers(bench, constants))
-    return _row(bench, wrong, layer_us, layer_us["fused"])
+    return row(bench, wrong, layer_us, layer_us["fused"])
 
 
 def silent(bench: Bench) -> dict[str, Any]:
@@ -247,7 +238,7 @@ def _with_memory(memory: PeerMemory, chain: Callable, x: Array, table: Array) ->
         return chain(x, partial(calls.all_reduce, axes=AXES)), calls.finish()
 
 
-def _row(bench: Bench, wrong: int, us: dict[str, float], ours: float) -> dict[str, Any]:
+def row(bench: Bench, wrong: int, us: dict[str, float], ours: float) -> dict[str, Any]:
     return {
         "rows": bench.rows,
         "width": bench.width,
@@ -270,8 +261,10 @@ def _products(bench: Bench) -> tuple[Array, Array]:
     )
 
 
-def _layers(bench: Bench) -> dict[str, tuple[Callable, Any]]:
-    """Steps x -> x with the sum by no one, by peer stores and by psum."""
+def layers(
+    bench: Bench, by_stores: Callable, others: dict[str, Callable]
+) -> dict[str, tuple[Callable, Any]]:
+    """Steps x -> x with the sum "peer", by_stores(calls, x), and by each of the others."""
     w, v = _products(bench)
     weight = jnp.ones(bench.width, BF16)
     memory = bench.memory()
@@ -282,18 +275,16 @@ def _layers(bench: Bench) -> dict[str, tuple[Callable, Any]]:
         return x
 
     def with_peers(x: Array, w: Array, v: Array, table: Array) -> tuple:
-        return _with_memory(memory, lambda x, reduce: chain(x, reduce, w, v), x, table)
+        with memory.calls(table) as calls:
+            return chain(x, partial(by_stores, calls), w, v), calls.finish()
 
     def without(reduce: Callable) -> Callable:
         run = bench.program(lambda x, w, v: chain(x, reduce, w, v), (SPEC, WHOLE, WHOLE), 1)
         return lambda x: run(x, w, v)
 
     peers = bench.program(with_peers, (SPEC, WHOLE, WHOLE, SPEC), 1)
-    steps = {
-        "none": without(lambda y: y),
-        "peer": lambda x: peers(x, w, v, memory.table)[0],
-        "psum": without(lambda y: all_reduce(y, AXES)),
-    }
+    steps = {name: without(reduce) for name, reduce in others.items()}
+    steps["peer"] = lambda x: peers(x, w, v, memory.table)[0]
     draw = bench.draw_rows
     return {name: (step, draw(7)) for name, step in steps.items()}
 

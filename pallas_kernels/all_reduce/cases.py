@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 GOALS_US = {1: 4.0, 8: 4.0, 64: 6.0}  # of a sum on two H200s, beside other work
 NORM_GOAL_US = 2.0  # what the pass over the streams may take more with the sum inside
-PARTS = ("sum", "norm")
+PARTS = ("sum", "norm", "gather")
 
 
 @dataclass(frozen=True)
 class Case:
-    """rows of one decode step. part: the sum alone, or fused with expansion, collapse and norm."""
+    """rows of one decode step. part: the sum alone, fused with expansion, collapse and norm, or
+    made of a gather.
+    """
 
     rows: int
     part: str = "sum"

@@ -35,15 +35,15 @@ def registers(e: Exchange) -> list[str]:
 
 def one_shot(e: Exchange, slot: int, values: Sequence[str], table: str) -> list[str]:
     """Registers ``values``, a vector ``offset`` bytes into the array, become its sum over ranks."""
-    clear, size = (slot + 2) % SLOTS, e.ranks * e.part
+    old, size = (slot + 2) % SLOTS, e.ranks * e.part
     return [
-        *_meet(e, table),
+        *meet(e, table),
         f"mul.wide.u32 mine, rank, {e.part}; add.s64 mine, mine, offset;",
         *_no_sentinel(values),
         *_send(e, slot * size, values),
-        *_clear(e, clear * size),
-        *(f"@own{j} mov.b32 {p}, {v};" for j in each(e) for p, v in _pairs(j, values)),
-        *_wait(e, "ARRIVE", slot * size, e.part),
+        *clear(e, old * size, e.part),
+        *(f"@own{j} mov.b32 {p}, {v};" for j in each(e) for p, v in pairs(j, values)),
+        *wait(e, "ARRIVE", slot * size, e.part),
         *_add(e, values),
         "bra SUMMED;",
         "ARRIVE_LATE:",
@@ -66,36 +66,36 @@ def program(e: Exchange, slot: int) -> list[str]:
         lines += [f"ld.global.v4.b32 {vector(VALUES)}, [in];"]
         lines += one_shot(e, slot, VALUES, "$1")
         lines += [f"st.global.v4.b32 [out], {vector(VALUES)};"]
-    return _split([*lines, "END:"])
+    return split([*lines, "END:"])
 
 
 def report_program(e: Exchange) -> list[str]:
     """Operands: the table of this rank, its error word (GMEM). One thread copies it."""
     lines = [*registers(e), ".reg .b32 tid; .reg .b64 out; .reg .pred none;"]
     lines += ["mov.u32 tid, %tid.x; setp.ne.u32 none, tid, 0; @none bra END;"]
-    lines += ["mov.b64 offset, 0; mov.b64 out, $1;", *_meet(e, "$0")]
-    return _split(
+    lines += ["mov.b64 offset, 0; mov.b64 out, $1;", *meet(e, "$0")]
+    return split(
         [*lines, "ld.volatile.global.b32 word, [fault]; st.global.b32 [out], word;", "END:"]
     )
 
 
 def _two_shot(e: Exchange, slot: int) -> list[str]:
     """A thread has a vector of every rank's part, and sums those of its own."""
-    clear, size = (slot + 2) % SLOTS, e.ranks * e.part
-    sums, old = e.sums + slot * e.nbytes, e.sums + clear * e.nbytes
+    old, size = (slot + 2) % SLOTS, e.ranks * e.part
+    sums, old_sums = e.sums + slot * e.nbytes, e.sums + old * e.nbytes
     lines = [f"ld.global.v4.b32 {vector(parts(j))}, [in+{j * e.part}];" for j in each(e)]
-    lines += [*_meet(e, "$1"), f"mul.wide.u32 mine, rank, {e.part}; add.s64 mine, mine, offset;"]
+    lines += [*meet(e, "$1"), f"mul.wide.u32 mine, rank, {e.part}; add.s64 mine, mine, offset;"]
     for j in each(e):
         lines += _no_sentinel(parts(j))
     lines += _send(e, slot * size, None)
-    lines += [*_clear(e, clear * size), *_clear(e, old)]
-    lines += _wait(e, "ARRIVE", slot * size, e.part)
+    lines += [*clear(e, old * size, e.part), *clear(e, old_sums, e.part)]
+    lines += wait(e, "ARRIVE", slot * size, e.part)
     lines += [*_add(e, VALUES), "bra SUMMED;", "ARRIVE_LATE:"]
     lines += [*(f"mov.b32 {v}, {NAN};" for v in VALUES), "SUMMED:", *_no_sentinel(VALUES)]
     for j in each(e):
         lines += [f"@!own{j} st.volatile.global.v4.b32 [peer{j}+{sums}], {vector(VALUES)};"]
-        lines += [f"@own{j} mov.b32 {p}, {v};" for p, v in _pairs(j, VALUES)]
-    lines += [*_wait(e, "RETURN", sums, e.part), "bra RETURNED;", "RETURN_LATE:"]
+        lines += [f"@own{j} mov.b32 {p}, {v};" for p, v in pairs(j, VALUES)]
+    lines += [*wait(e, "RETURN", sums, e.part), "bra RETURNED;", "RETURN_LATE:"]
     lines += [*(f"mov.b32 {p}, {NAN};" for j in each(e) for p in parts(j)), "RETURNED:"]
     return lines + [f"st.global.v4.b32 [out+{j * e.part}], {vector(parts(j))};" for j in each(e)]
 
@@ -104,15 +104,15 @@ def each(e: Exchange) -> range:
     return range(e.ranks)
 
 
-def _pairs(sender: int, values: Sequence[str]) -> Iterator[tuple[str, str]]:
+def pairs(sender: int, values: Sequence[str]) -> Iterator[tuple[str, str]]:
     return zip(parts(sender), values, strict=True)
 
 
-def _split(texts: Sequence[str]) -> list[str]:
+def split(texts: Sequence[str]) -> list[str]:
     return [line for text in texts for line in text.strip().splitlines()]
 
 
-def _meet(e: Exchange, table: str) -> list[str]:
+def meet(e: Exchange, table: str) -> list[str]:
     """``home``: this thread's place in its own memory, ``peer<N>``: the memory of all ranks."""
     lines = [f"mov.b32 sentinel, {SENTINEL}; mov.b32 zero, 0;"]
     lines += [f"ld.global.nc.b64 peer{j}, [{table}+{8 * j}];" for j in each(e)]
@@ -138,14 +138,14 @@ def _send(e: Exchange, at: int, values: Sequence[str] | None) -> list[str]:
     ]
 
 
-def _clear(e: Exchange, at: int) -> list[str]:
+def clear(e: Exchange, at: int, stride: int) -> list[str]:
     nothing = vector(["sentinel"] * 4)
     return [
-        f"@!own{j} st.volatile.global.v4.b32 [home+{at + j * e.part}], {nothing};" for j in each(e)
+        f"@!own{j} st.volatile.global.v4.b32 [home+{at + j * stride}], {nothing};" for j in each(e)
     ]
 
 
-def _wait(e: Exchange, label: str, at: int, stride: int) -> list[str]:
+def wait(e: Exchange, label: str, at: int, stride: int) -> list[str]:
     """The vectors of all peers, or a jump to ``<label>_LATE`` with the error word set; what the
     rank itself sent is in its registers already.
     """

@@ -1,4 +1,5 @@
-"""The sum over GPUs of one host in one launch, alone or with the pass over the streams behind it.
+"""The sum over GPUs of one host in one launch, alone or with the pass over the streams behind it,
+and the gather.
 
 Ordinary kernels: they store to addresses from a table, so that nothing but their own launch costs
 time and a command buffer takes them. Never run a rank's calls in another order, nor start one
@@ -14,8 +15,15 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import inline_ptx
-from pallas_kernels.all_reduce import exchange_ptx, fused_ptx
-from pallas_kernels.all_reduce.exchange import FUSED_WIDTH, SLOTS, THREADS, Exchange
+from pallas_kernels.all_reduce import exchange_ptx, fused_ptx, gather_ptx
+from pallas_kernels.all_reduce.exchange import (
+    FUSED_WIDTH,
+    HALVES,
+    SLOTS,
+    THREADS,
+    Exchange,
+    Gather,
+)
 from pallas_kernels.mhc.fused_ptx import STREAMS, Fused
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -34,6 +42,25 @@ def launcher(e: Exchange, slot: int) -> Callable:
         peer_all_reduce,
         out_type=jax.ShapeDtypeStruct((e.rows, e.width), BF16),
         grid=(e.grid,),
+        grid_names=("block",),
+        num_threads=THREADS // 128,
+        thread_name="wg",
+        compiler_params=WARPGROUP,
+    )
+
+
+@lru_cache(maxsize=256)
+def gather_launcher(g: Gather, half: int, dtype: jnp.dtype) -> Callable:
+    """(x, table, after) to the rows of all ranks, or their union, of the dtype."""
+    body = inline_ptx.block(gather_ptx.program(g, half), gmem=3, smem=0, scalars=1)
+
+    def peer_gather(x, table, after, out):
+        body(x, table, out, lax.axis_index("block"))
+
+    return plgpu.kernel(
+        peer_gather,
+        out_type=jax.ShapeDtypeStruct((g.rows, g.result // dtype.itemsize), dtype),
+        grid=(g.grid,),
         grid_names=("block",),
         num_threads=THREADS // 128,
         thread_name="wg",
@@ -103,6 +130,18 @@ def all_reduce(x: Array, table: Array, after: Array, *, exchange: Exchange, slot
     of_rows, of_table = (e.rows, e.width), (1, e.table_words)
     _check(slot, x=(x, of_rows, BF16), table=(table, of_table, jnp.int32))
     return launcher(e, slot)(x, table, after)
+
+
+def gather(
+    x: Array, table: Array, after: Array, *, exchange: Exchange, half: int, union: bool
+) -> Array:
+    """``op.build_gather``'s contract on an sm_90 GPU."""
+    if not 0 <= half < HALVES:
+        raise ValueError(f"{half=} must be 0 to {HALVES - 1}")
+    _check(0, table=(table, (1, exchange.table_words), jnp.int32))
+    rows, n = x.shape
+    g = Gather(exchange, rows, n * x.dtype.itemsize, union)
+    return gather_launcher(g, half, x.dtype)(x, table, after)
 
 
 def report(table: Array, after: Array, *, exchange: Exchange) -> Array:

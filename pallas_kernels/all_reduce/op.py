@@ -1,10 +1,12 @@
 """The sum over ranks that follows attention and experts, for use inside ``shard_map``; alone, or
-with the expansion, collapse and RMSNorm that follow (ARCHITECTURE sections 3 and 7).
+with the expansion, collapse and RMSNorm that follow (ARCHITECTURE sections 3 and 7). And the gather
+of what ranks have of one array.
 
 ``mosaic`` stores to the memory of the other GPUs of the host: ``table`` int32 [1, K] says where,
 ``sharding.peer`` makes it. ``slot``: the number of the call modulo 3; every rank makes the same
 calls in the same order, a program's number of calls is divisible by 3, and all of them that share
-a table have its ``exchange``. ``after``: an array that the call waits for, the result of the one
+a table have its ``exchange``. ``half``: 0 or 1, another one than that of the gather before if no
+call lies between. ``after``: an array that the call waits for, the result of the one
 before it. A rank that gets no answer in time sets its error word and returns NaN. ``reference``
 takes the same arguments and needs none of it. ``auto`` is the reference.
 """
@@ -25,6 +27,17 @@ def build_all_reduce(kernels: str) -> Callable:
     every rank. Zero comes out as +0.0, NaN as any NaN. R at most 64, D a multiple of 8.
     """
     return choose("all_reduce", _named(kernels), {"reference": _all_reduce, "mosaic": _peer})
+
+
+def build_gather(kernels: str) -> Callable:
+    """gather(x [R, N], table, after, axes, *, exchange, half, union) -> [R, ranks * N], of all
+    ranks side by side; or with union [R, N], every bit that any rank has set: the sum where at most
+    one rank has other than zeros.
+
+    Any dtype of 1, 2 or 4 bytes, N of whole 16 bytes, R * N in the exchange's room. Bits stay what
+    they are, but for an aligned word 0x80008000 (two bf16 -0.0), which arrives as 0.
+    """
+    return choose("gather", _named(kernels), {"reference": _gather, "mosaic": _peer_gather})
 
 
 def build_report(kernels: str) -> Callable:
@@ -85,6 +98,34 @@ def _peer(
     from pallas_kernels.all_reduce import kernel_sm90
 
     return kernel_sm90.all_reduce(x, table, after, exchange=exchange, slot=slot)
+
+
+def _gather(
+    x: Array,
+    table: Array,
+    after: Array,
+    axes: tuple[str, ...],
+    *,
+    exchange: Exchange,
+    half: int,
+    union: bool,
+) -> Array:
+    return ref.gather(x, axes, exchange=exchange, union=union)
+
+
+def _peer_gather(
+    x: Array,
+    table: Array,
+    after: Array,
+    axes: tuple[str, ...],
+    *,
+    exchange: Exchange,
+    half: int,
+    union: bool,
+) -> Array:
+    from pallas_kernels.all_reduce import kernel_sm90
+
+    return kernel_sm90.gather(x, table, after, exchange=exchange, half=half, union=union)
 
 
 def _report(table: Array, after: Array, axes: tuple[str, ...], *, exchange: Exchange) -> Array:

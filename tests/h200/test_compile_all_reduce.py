@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dsv41_jax.compiling import COMPILER_OPTIONS
 from pallas_kernels import dispatch
 from pallas_kernels.all_reduce import kernel_sm90
-from pallas_kernels.all_reduce.exchange import Exchange
+from pallas_kernels.all_reduce.exchange import RESIDENT, THREADS, Exchange
 from pallas_kernels.norm import rms_norm
 from sharding.collectives import ALL_REDUCES
 from sharding.hlo import collectives
@@ -42,6 +42,28 @@ def test_all_reduce(ranks, rows, reports):
         return kernel_sm90.all_reduce(*args, exchange=e, slot=2)
 
     compile_for_h200(run, bf16(rows, WIDTH), i32(1, e.table_words), bf16(rows, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "x", "union"),
+    [
+        (2, 64, f32(64, 64640), False),  # logits: more than a vector a thread
+        (8, 64, f32(64, 16160), False),
+        (8, 1, bf16(1, 3200), False),
+        (16, 8, bf16(8, 6144), True),
+    ],
+)
+def test_gather(ranks, rows, x, union, reports, tmp_path):
+    room = rows * x.shape[1] * x.dtype.itemsize
+    e = Exchange(ranks, rows, WIDTH, room=room)
+
+    def run(*args):
+        return kernel_sm90.gather(*args, exchange=e, half=1, union=union)
+
+    compile_for_h200(run, x, i32(1, e.table_words), x)
+    (report,) = [path.read_text() for path in tmp_path.glob("*.ptxas")]
+    (used,) = map(int, re.findall(r"Used (\d+) registers", report))
+    assert RESIDENT // 132 * THREADS * used <= 65536, "its blocks would not all run at once"
 
 
 def test_report(reports):

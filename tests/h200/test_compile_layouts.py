@@ -20,7 +20,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.all_reduce.exchange import SLOTS, Exchange
 from pallas_kernels.numerics import SERVING
 from serving.bench.forward_launches import kernels
-from serving.programs import Bucket, Programs
+from serving.programs import READERS, Bucket, Programs
+from serving.speculative import Speculation
 from sharding.build import build_ops
 from sharding.hlo import collectives
 from sharding.peer import PeerMemory
@@ -47,15 +48,16 @@ def repack_abstract(model: Model, placement: Placement) -> None:
 def no_memory(monkeypatch):
     """Peer-to-peer sums without memory, since no device is there."""
 
-    def make(mesh, axes, *, rows, width, kernels):
-        exchange = Exchange(prod(mesh.shape[axis] for axis in axes), rows, width)
+    def make(mesh, axes, *, rows, width, room, kernels):
+        ranks = prod(mesh.shape[axis] for axis in axes)
+        exchange = Exchange(ranks, rows, width, room=room)
         shape = jax.ShapeDtypeStruct((mesh.size, exchange.table_words), jnp.int32)
         return PeerMemory(mesh, axes, exchange, kernels, None, shape)
 
     monkeypatch.setattr(PeerMemory, "make", make)
 
 
-def compiled_decode(
+def compiled_step(
     name: str,
     cfg: Config,
     kernels: str,
@@ -63,13 +65,20 @@ def compiled_decode(
     repacked: bool = False,
     peers: str = "",
     dump: Path | None = None,
+    program: str = "decode",
+    bucket: Bucket = BUCKET,
 ):
+    speculation = None if program == "decode" else Speculation()
     placement = place(name, cfg, list(h200_mesh(8).devices.flat))
-    model = nnx.eval_shape(lambda: Model(cfg, numerics=SERVING, rngs=nnx.Rngs(0), mtp=False))
+    model = nnx.eval_shape(
+        lambda: Model(cfg, numerics=SERVING, rngs=nnx.Rngs(0), mtp=bool(speculation))
+    )
     if repacked:
         repack_abstract(model, placement)
     ops = build_ops(placement.division, SERVING, kernels, "peer" if peers else "psum")
-    programs = Programs(model, ops, SHAPE, placement=placement, peers=peers)
+    programs = Programs(
+        model, ops, SHAPE, placement=placement, peers=peers, speculation=speculation
+    )
 
     def padded(keys, leaf, spec):
         path = ".".join(str(key.key) for key in keys if hasattr(key, "key"))
@@ -89,10 +98,11 @@ def compiled_decode(
         ),
         one_rank,
     )
-    inputs = placement.shapes(programs.input_shapes("decode", BUCKET), BY_RANK)
-    if memory := programs.memory("decode", BUCKET):
+    inputs = placement.shapes(programs.input_shapes(program, bucket), BY_RANK)
+    if memory := programs.memory(program, bucket):
         inputs = *inputs, placement.shapes(memory.table, memory.table_spec)
-    traced = jax.jit(programs.bound("decode", BUCKET), donate_argnums=(1,)).trace(
+    donated = () if program in READERS else (1,)
+    traced = jax.jit(programs.bound(program, bucket), donate_argnums=donated).trace(
         params, cache, *inputs
     )
     dumped = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True} if dump else {}
@@ -105,7 +115,7 @@ def compiled_decode(
     [("tp8", {"all-reduce", "all-gather"}), ("dep8", {"all-gather", "reduce-scatter"})],
 )
 def test_decode_compiles_for_eight(name, kinds):
-    compiled, cache_bytes = compiled_decode(name, Config.preset("tiny"), "reference")
+    compiled, cache_bytes = compiled_step(name, Config.preset("tiny"), "reference")
     assert compiled.memory_analysis().alias_size_in_bytes == cache_bytes
     found = collectives(compiled.as_text())
     assert set(found) >= kinds
@@ -121,32 +131,53 @@ def test_data_ranks_run_the_expert_kernels(monkeypatch):
     """One whole expert a rank, inside ``shard_map``; routed and shared apart."""
     monkeypatch.setattr(dispatch, "on_hopper", lambda: True)
     cfg = replace(Config.preset("tiny"), **WIDE, **FEW)
-    compiled, cache_bytes = compiled_decode("dep8", cfg, "auto", repacked=True)
+    compiled, cache_bytes = compiled_step("dep8", cfg, "auto", repacked=True)
     assert compiled.memory_analysis().alias_size_in_bytes == cache_bytes
     assert compiled.as_text().count("mosaic_gpu") >= 2 * cfg.num_hidden_layers
 
 
-def test_tensor_ranks_sum_inside_command_buffers(no_memory, monkeypatch, tmp_path):
-    """288 columns a rank, as at the release's width, and streams that the mHC kernels take. No
-    layer waits for a collective of XLA's: what is left of them stands before and behind.
-    """
+def outermost(compiled: jax.stages.Compiled, dump: Path) -> list[str]:
+    """Kinds of the outermost thunks of a program without collectives of XLA's."""
+    assert collectives(compiled.as_text()) == {}
+    (thunks,) = [p.read_text() for p in dump.glob("*thunk_sequence_after_thunk_passes.txt")]
+    return re.findall(r"^\d+: (k\w+) ", thunks, re.M)
+
+
+@pytest.mark.parametrize(("program", "rows"), [("draft", 5), ("verify", 4)])
+def test_drafts_of_tensor_ranks_are_one_command_buffer(
+    program, rows, no_memory, monkeypatch, tmp_path
+):
+    """288 columns a rank, as at the release's width, and streams that the mHC kernels take."""
     monkeypatch.setattr(dispatch, "on_hopper", lambda: True)
     cfg = replace(Config.preset("tiny"), **WIDE, hidden_size=1024)
-    compiled, cache_bytes = compiled_decode(
+    compiled, _ = compiled_step(
+        "tp8",
+        cfg,
+        "auto",
+        repacked=True,
+        peers="mosaic",
+        dump=tmp_path,
+        program=program,
+        bucket=Bucket(2, rows, 8),
+    )
+    assert outermost(compiled, tmp_path) == ["kCommandBuffer"]
+
+
+def test_the_release_on_tensor_ranks_is_one_command_buffer(no_memory, monkeypatch, tmp_path):
+    """All 40 layers. Sums, embedding, Engram rows and outputs, logits and sampled tokens need no
+    collective of XLA's.
+    """
+    monkeypatch.setattr(dispatch, "on_hopper", lambda: True)
+    cfg = Config.preset("flash")
+    compiled, cache_bytes = compiled_step(
         "tp8", cfg, "auto", repacked=True, peers="mosaic", dump=tmp_path
     )
     assert compiled.memory_analysis().alias_size_in_bytes == cache_bytes
-    # Nothing takes a sum in where Engram comes next.
-    alone = len(cfg.engram_layer_ids)
-    found, fused = kernels(compiled.as_text()), 2 * cfg.num_hidden_layers - alone
-    filled = -(fused + alone) % SLOTS
-    assert found["peer_all_reduce_norm"] == fused
-    assert (found["peer_all_reduce"], found["peer_report"]) == (alone + filled, 1)
-    (thunks,) = [p.read_text() for p in tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")]
-    kinds = re.findall(r"^\d+: (k\w+) ", thunks, re.M)
-    left = [i for i, kind in enumerate(kinds) if kind in ("kAsyncStart", "kAllReduce")]
-    # Embedding, Engram rows, Engram outputs, the head, the agreed tokens.
-    assert len(left) == 5, kinds
-    behind_engram = kinds[left[2] + 1 : left[3]]
-    assert set(behind_engram) <= {"kCommandBuffer", "kAsyncDone"}, kinds
-    assert behind_engram.count("kCommandBuffer") <= 2
+    assert outermost(compiled, tmp_path) == ["kCommandBuffer"]
+    # Nothing takes a sum in where Engram comes next; the embedding is one too: 81 fill the slots.
+    engrams = len(cfg.engram_layer_ids)
+    found, fused = kernels(compiled.as_text()), 2 * cfg.num_hidden_layers - engrams
+    assert (fused + engrams + 1) % SLOTS == 0
+    assert (found["peer_all_reduce_norm"], found["peer_all_reduce"]) == (fused, engrams + 1)
+    # Rows and outputs of each Engram layer, logits, tokens.
+    assert (found["peer_gather"], found["peer_report"]) == (2 * engrams + 2, 1)

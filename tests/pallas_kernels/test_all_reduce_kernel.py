@@ -48,7 +48,7 @@ class World:
     def __init__(self, e: Exchange, seed: int, size: int = 1 << 22):
         self.e, self.rng, self.memory = e, np.random.default_rng(seed), Guarded(size)
         empty = np.full(e.words, SENTINEL, np.uint32)
-        empty[e.fault // 4 :] = 0
+        empty[e.fault // 4 : e.gathers // 4] = 0
         self.slots = [self.memory.place(empty) for _ in range(e.ranks)]
         self.tables = [
             self.memory.place(np.array([*self.slots, rank], np.uint64)) for rank in range(e.ranks)
@@ -189,12 +189,14 @@ def test_the_machine_finds_a_broken_protocol(fault, monkeypatch, rng):
     """Slots that nobody clears give old values; clearing what the next call receives loses some."""
     e = replace(ONE_SHOT, timeout_s=1e-6)
     if fault == "stale":
-        monkeypatch.setattr(exchange_ptx, "_clear", lambda e, at: [])
+        monkeypatch.setattr(exchange_ptx, "clear", lambda e, at, stride: [])
     else:
         monkeypatch.setattr(exchange_ptx, "POLLS", 16)
-        clear, size = exchange_ptx._clear, e.ranks * e.part
-        one_later = {slot * size: (slot + 2) % SLOTS * size for slot in range(SLOTS)}
-        monkeypatch.setattr(exchange_ptx, "_clear", lambda e, at: clear(e, one_later[at]))
+        clear, size = exchange_ptx.clear, e.ranks * e.part
+        later = {slot * size: (slot + 2) % SLOTS * size for slot in range(SLOTS)}
+        monkeypatch.setattr(
+            exchange_ptx, "clear", lambda e, at, stride: clear(e, later[at], stride)
+        )
     world, values = World(e, 0), draw(rng, e, 2 * SLOTS)
     got, want = world.reduce(values, programs_of(e)), sums(values)
     wrong = any(got[:, rank].tobytes() != want.tobytes() for rank in range(e.ranks))

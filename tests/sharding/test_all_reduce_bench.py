@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from sharding import bench
-from sharding.peer_bench import PARTS
+from sharding.peer_parts import PARTS
 
 DONE = partial(subprocess.CompletedProcess, ["python"])
 ROW = {

@@ -22,7 +22,7 @@ from pallas_kernels.all_reduce.exchange import SENTINEL
 from pallas_kernels.mhc import ref as mhc
 from pallas_kernels.numerics import FLOAT32, REFERENCE, SERVING
 from serving.programs import FORWARDS, OUTPUT_SPECS, Bucket, Programs
-from sharding import peer_bench
+from sharding import gather_bench, peer_bench
 from sharding.all_reduce import peer_kernels
 from sharding.build import build_ops
 from sharding.collectives import ALL_REDUCES, all_reduce
@@ -348,6 +348,7 @@ def small(rows: int = 1) -> Bench:
     ("part", "kinds"),
     [
         (peer_bench.sums, {"none", "peer", "psum"}),
+        (gather_bench.gathers, {"none", "peer", "xla"}),
         (peer_bench.norms, {"none", "fused", "peer", "psum"}),
     ],
 )
@@ -360,7 +361,7 @@ def test_the_bench_times_every_kind(part, kinds):
 
 def test_the_bench_counts_wrong_bits(monkeypatch):
     monkeypatch.setattr(peer_bench, "times", lambda bench, variants: {"peer": 3.0, "none": 1.0})
-    monkeypatch.setattr(peer_bench, "_layers", lambda bench: {})
+    monkeypatch.setattr(peer_bench, "layers", lambda *_: {})
     row = peer_bench.sums(small())
     assert row["wrong"] == 0 and row["cost_us"] == 2 and row["goal_us"] == 4
     plain = op.build_all_reduce("reference")
