@@ -47,6 +47,13 @@ class TableRows:
         staging.start(rows)
         return (staging.take(),)
 
+    def close(self) -> None:
+        """End the threads that fetch, of the tables too."""
+        for staging in self._staging.values():
+            staging.close()
+        if self.host is not None:
+            self.host.close()
+
     def of_newest(
         self, bucket: Bucket, places: list[Sequence | None], drafts: Any = None
     ) -> tuple[Staged, ...]:

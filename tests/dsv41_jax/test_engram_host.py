@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ from dsv41_jax.checkpoint.load import load_model
 from dsv41_jax.compiling import jit
 from dsv41_jax.engram import compressed_history
 from dsv41_jax.engram_host import HostTable, HostTables, RowBuffers, advise
+from dsv41_jax.engram_shared import share_tables
 from dsv41_jax.engram_staging import StagedParameters, Staging
+from dsv41_jax.errors import UserError
 from dsv41_jax.model import Model
 from dsv41_jax.ops import local_ops
 from dsv41_jax.rows import Rows
@@ -270,3 +273,64 @@ def test_bench_refuses_bad_numbers(capsys):
     with pytest.raises(SystemExit):
         engram_bench.main(["--threads", "1,x"])
     assert "--threads 1,x must be positive numbers" in capsys.readouterr().err
+
+
+class Held:
+    """In place of a model: tables of two layers on the host."""
+
+    def __init__(self, tables: list[Fp8Rows]):
+        self.layers = [SimpleNamespace(layer=SimpleNamespace(engram=False))]
+        for index, table in enumerate(tables):
+            layer = SimpleNamespace(index=index, engram=True)
+            module = SimpleNamespace(embed=Table(nnx.Param(table)))
+            self.layers.append(SimpleNamespace(layer=layer, engram=module))
+
+    def tables(self) -> list[Fp8Rows]:
+        return [block.engram.embed() for block in self.layers[1:]]
+
+
+class Table:
+    def __init__(self, weight: nnx.Param):
+        self.weight = weight
+
+    def __call__(self) -> Fp8Rows:
+        return self.weight.get_value()
+
+
+def test_shared_tables_take_the_place_of_those_on_the_host(tmp_path, rng):
+    """Of two models that were loaded apart: equal tables, one file."""
+    before = [table_of(rng, 60), table_of(rng, 7)]
+    models, told = [Held(before), Held(before)], []
+    copies = [share_tables(model, tmp_path, progress=told.append) for model in models]
+    assert [copy.created for copy in copies if copy] == [True, False] and len(told) == 1
+    for model in models:
+        for table, want in zip(model.tables(), before, strict=True):
+            assert table.codes.dtype == want.codes.dtype
+            assert table.codes.tobytes() == want.codes.tobytes()
+            assert np.array_equal(table.scales, want.scales)
+            assert HostTable(table).advice[0][:1] == ("MADV_RANDOM",)
+    for copy in copies:
+        copy.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shared_tables_are_checked(tmp_path, rng):
+    table = table_of(rng, 60)
+    codes = np.array(table.codes)
+    codes.view(np.uint8)[3, 5] = 0x7F
+    model = Held([Fp8Rows(codes, table.scales)])
+    with pytest.raises(
+        UserError, match=r"layers.0.engram.embed.weight: codes: holds a NaN code at \[197\]"
+    ):
+        share_tables(model, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_engram_shares_nothing(tmp_path):
+    assert share_tables(Held([]), tmp_path) is None
+
+
+def test_tables_on_the_device_are_not_shared(tmp_path):
+    model = Held([Fp8Rows.quantize(jnp.ones((4, 64)))])
+    with pytest.raises(ValueError, match=r"layer=0: the Engram table must be on the host"):
+        share_tables(model, tmp_path)

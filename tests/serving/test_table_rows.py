@@ -1,5 +1,6 @@
 """Engram tables on the host: what a step is given is what tables on the device give its rows."""
 
+import threading
 from dataclasses import replace
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from dsv41_jax.checkpoint.load import load_model
 from dsv41_jax.engram_host import HostTables
 from pallas_kernels.numerics import FLOAT32
+from pallas_kernels.quant import Fp8Rows
 from serving.batch import NOBODY, Segment, build_rows
 from serving.buckets import Bucket
 from serving.engine import Engine
@@ -91,11 +93,34 @@ def test_without_tables_on_the_host_there_is_nothing():
     assert rows.of_newest(Bucket(1, 1, 1), [None]) == ()
 
 
+def fetching() -> list[str]:
+    """Threads that fetch rows."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("engram")]
+
+
+def test_closing_ends_the_threads(host):
+    before = fetching()
+    tables = {layer: Fp8Rows(t.codes, t.scales) for layer, t in host.tables.items()}
+    own = HostTables(tables, host.constants, host.token_map, host.pad, threads=2)
+    rows = TableRows(own, ranks=1, lookback=LOOKBACK, device=jax.devices()[0])
+    rows.of(build_rows([Segment([5] * 4, 0, 4, 0, ())], Bucket(1, 4, 1), LOOKBACK))
+    assert len(fetching()) > len(before)
+    rows.close()
+    assert sorted(fetching()) == sorted(before)
+    TableRows(None, ranks=1, lookback=LOOKBACK, device=None).close()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("speculation", [None, Speculation()], ids=["plain", "drafts"])
-def test_the_text_is_that_of_tables_on_the_device(speculation):
-    """Chunks and preemption included, as tests of engines on layouts have them."""
-    loaded = load(TINY, FLOAT32, kernels="reference", speculation=True, engram="host")
+@pytest.mark.parametrize(
+    ("engram", "speculation"), [("host", None), ("shared", Speculation())], ids=["host", "shared"]
+)
+def test_the_text_is_that_of_tables_on_the_device(engram, speculation, tmp_path):
+    """Chunks and preemption included, as tests of engines on layouts have them; with drafts, from
+    shared memory.
+    """
+    where = f"{engram}:{tmp_path}" if engram == "shared" else engram
+    loaded = load(TINY, FLOAT32, kernels="reference", speculation=True, engram=where)
+    assert len(list(tmp_path.iterdir())) == (engram == "shared")
     pages = OPTIONS.pages if speculation is None else 12
     engine = Engine(
         loaded.model, loaded.ops, replace(OPTIONS, pages=pages, speculation=speculation)
@@ -109,3 +134,6 @@ def test_the_text_is_that_of_tables_on_the_device(speculation):
     assert engine.compiles.count == 0 and engine.executor.programs.host
     if speculation:
         assert engine.acceptance.drafted > 0
+    engine.close()
+    loaded.close()
+    assert list(tmp_path.iterdir()) == []
