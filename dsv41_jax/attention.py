@@ -1,6 +1,6 @@
 """Attention of the four layer kinds: window, full, reindex, reuse (ARCHITECTURE section 4)."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from dsv41_jax.ops import Ops
 from dsv41_jax.rope import Angles, angles
 from dsv41_jax.rows import Rows
 from dsv41_jax.weights import Norm, Weight, fp32_param
+from pallas_kernels.addends import Addends
 from pallas_kernels.compress.store import Chunk, Keys, Latents, Paged, Window
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.quant import Fp8Blocks
@@ -50,8 +51,7 @@ class Projections(nnx.Module):
         a head norm; H counts the heads of ``wq_b`` as it is here, part of a layout's or all.
         """
         qr = self.q_norm(ops.linear(x, self.wq_a()))
-        q = ops.linear(qr, self.wq_b())
-        return qr, q.reshape(*q.shape[:-1], -1, self.head_dim)
+        return qr, self.by_head(ops.linear(qr, self.wq_b()))
 
     def inputs(self, ops: Ops, x: Array) -> tuple[Array, Array]:
         """Low-rank queries [B, T, Q] before their norm, and window projections [B, T, K]."""
@@ -64,7 +64,11 @@ class Projections(nnx.Module):
         weights = (self.wq_b(), *(weight() for weight in others))
         norm = self.q_norm
         q, *more = ops.normed_linears(low, norm.weight.get_value(), weights, eps=norm.eps)
-        return q.reshape(*q.shape[:-1], -1, self.head_dim), *more
+        return self.by_head(q), *more
+
+    def by_head(self, q: Array) -> Array:
+        """Products [B, T, H * K] as [B, T, H, K]."""
+        return q.reshape(*q.shape[:-1], -1, self.head_dim)
 
     def window_job(self, k: Array, at: Angles, slot: Array, ring: Ring, *, emit: bool) -> Window:
         """Projections k [B, T, K] to norm, rotate and store in the rings of ``slot``."""
@@ -80,10 +84,21 @@ class Projections(nnx.Module):
         k = rotate(self.kv_norm(k), at.cos, at.sin)
         return row_types(ops.numerics).window.encode(k)
 
-    def output(self, ops: Ops, o: Array) -> Array:
+    def output(self, ops: Ops, o: Array) -> Array | Addends:
+        """Of the heads' outputs o [B, T, H, K], for the mhc operations: [B, T, D]."""
         wo_a = self.wo_a()
         groups = wo_a.shape[0] // self.o_lora_rank
         return ops.output_projection(o, wo_a, self.wo_b(), groups=groups)
+
+
+@dataclass(frozen=True)
+class _Stores:
+    """The arguments of ``store_rows``."""
+
+    chunk: Chunk
+    window: Window
+    paged: Paged | None
+    keys: Keys | None
 
 
 class Attention(Projections):
@@ -105,15 +120,15 @@ class Attention(Projections):
         floor: Array,
         cache: Cache,
         selection: Selection | None,
-    ) -> tuple[Array, Cache, Selection | None]:
+    ) -> tuple[Array | Addends, Cache, Selection | None]:
         """x [B, T, D] normed -> y [B, T, D], the cache with this layer's rows, the selection for
         the layers after it.
         """
         at = angles(self.cfg, self.layer.ratio, rows.position)
         low, k = self.inputs(ops, x)
-        indexers = (self.indexer.wq_b,) if self.layer.selects else ()
-        q, *index_q = self.heads(ops, low, *indexers)
-        window, cache = self._store(ops, x, k, at, rows, cache)
+        stores, before, cache = self._stores(ops, x, k, at, rows, cache)
+        q, index_q, stored = self._heads_and_stores(ops, low, stores)
+        window, cache = self._stored(stored, before, rows, cache)
         latents, entries = None, None
         if self.layer.kv_source is not None:
             pool = cache.pools[self.layer.kv_source]
@@ -121,7 +136,7 @@ class Attention(Projections):
                 visible = (rows.position + 1) // self.layer.ratio
                 candidates = None if selection is None else selection.candidates
                 selection = self.indexer.select(
-                    ops, x, index_q[0], at, pool.keys, rows.page_table, visible, candidates
+                    ops, x, index_q, at, pool.keys, rows.page_table, visible, candidates
                 )
             assert selection is not None
             latents, entries = pool.latents, selection.entries
@@ -146,24 +161,49 @@ class Attention(Projections):
         size = cache.windows[self.layer.index].tags.shape[1]
         return size < self.window_size - 1 + rows.tokens.shape[1]
 
-    def _store(
+    def _stores(
         self, ops: Ops, x: Array, k: Array, at: Angles, rows: Rows, cache: Cache
-    ) -> tuple[tuple, Cache]:
-        """The window as the chunk's attention takes it, and the cache with the chunk's rows."""
+    ) -> tuple[_Stores, tuple | None, Cache]:
+        """What is to be stored of the chunk, the window before it if its rows overwrite that, and
+        the cache with its latents.
+        """
         index, long = self.layer.index, self._long(rows, cache)
         ring, chunk = cache.windows[index], Chunk(rows.start, rows.length)
-        before, exists, paged, keys = None, None, None, None
+        before, paged, keys = None, None, None
         if long:
             # The ring is read before it is written, or XLA copies it.
-            before, exists = ring.tail(rows.slot, rows.start, self.window_size - 1)
-            before, exists, k, chunk = jax.lax.optimization_barrier((before, exists, k, chunk))
+            before = ring.tail(rows.slot, rows.start, self.window_size - 1)
+            before, k, chunk = jax.lax.optimization_barrier((before, k, chunk))
         if self.layer.owns_kv:
             paged = Paged(rows.page_table, rows.write_from)
             keys, cache = self._store_latents(ops, x, rows, paged, cache)
         job = self.window_job(k, at, rows.slot, ring, emit=long)
-        new, planes, tags, pool = ops.store_rows(
-            chunk, window=job, paged=paged, keys=keys, eps=self.kv_norm.eps
-        )
+        return _Stores(chunk, job, paged, keys), before, cache
+
+    def _heads_and_stores(
+        self, ops: Ops, low: Array, stores: _Stores
+    ) -> tuple[Array, Array | None, tuple]:
+        """Per-head queries, products for the index, if this layer selects, and what is stored."""
+        indexers = (self.indexer.wq_b,) if self.layer.selects else ()
+        jobs = {"window": stores.window, "paged": stores.paged, "keys": stores.keys}
+        if ops.linears_beside_rows is None:
+            q, *index_q = self.heads(ops, low, *indexers)
+            stored = ops.store_rows(stores.chunk, **jobs, eps=self.kv_norm.eps)
+        else:
+            weights = (self.wq_b(), *(weight() for weight in indexers))
+            norm, row_eps = self.q_norm, self.kv_norm.eps
+            (q, *index_q), stored = ops.linears_beside_rows(
+                low, norm.weight.get_value(), weights, stores.chunk, **jobs,
+                eps=norm.eps, row_eps=row_eps,
+            )  # fmt: skip
+            q = self.by_head(q)
+        return q, index_q[0] if index_q else None, stored
+
+    def _stored(
+        self, stored: tuple, before: tuple | None, rows: Rows, cache: Cache
+    ) -> tuple[tuple, Cache]:
+        """The window as the chunk's attention takes it, and the cache with the chunk's rows."""
+        index, (new, planes, tags, pool) = self.layer.index, stored
         if pool is not None:
             cache = replace(
                 cache, pools={**cache.pools, index: replace(cache.pools[index], keys=pool)}
@@ -171,9 +211,10 @@ class Attention(Projections):
         windows = list(cache.windows)
         windows[index] = Ring(planes, tags)
         cache = replace(cache, windows=tuple(windows))
-        if not long:
+        if before is None:
             return (planes, tags, rows.slot), cache
-        window = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), before, new)
+        earlier, exists = before
+        window = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), earlier, new)
         return (window, jnp.concatenate([exists, rows.live], axis=1)), cache
 
     def _store_latents(

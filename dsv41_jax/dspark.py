@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 
 from dsv41_jax.attention import Projections
-from dsv41_jax.block import Sublayers, expand_collapse_norm
+from dsv41_jax.block import Entry, Site, Sublayers, between, entered
 from dsv41_jax.cache import Ring
 from dsv41_jax.config import Config
 from dsv41_jax.errors import UserError
@@ -17,6 +17,7 @@ from dsv41_jax.ops import Ops
 from dsv41_jax.rope import angles
 from dsv41_jax.rows import Rows
 from dsv41_jax.weights import Norm, Weight
+from pallas_kernels.addends import Addends
 from pallas_kernels.compress.store import Chunk
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.quant import Fp8Blocks
@@ -115,23 +116,23 @@ class DraftStage(Sublayers):
         self,
         ops: Ops,
         h: Array,
-        x: Array,
+        x: Array | Entry,
         slot: Array,
         start: Array,
         floor: Array,
         ring: Ring,
-        following: Norm | None = None,
-    ) -> tuple[Array, Array, Array | None]:
+        following: Norm | Site | None = None,
+    ) -> tuple[Array, Array, Array | Entry | None]:
         """As ``Block.step``, without cache and selection."""
-        pre, post, comb = self.coefficients(ops, h, "attn")
+        x, mixed = entered(self.site("attn"), ops, h, x)
         y = self._attend(ops, x, slot, start, floor, ring)
-        h, x = expand_collapse_norm(ops, h, y, post, comb, pre, self.ffn_norm)
+        h, entry = between(ops, h, y, mixed, self.site("ffn"))
         everywhere = jnp.ones(h.shape[:2], bool)
-        return self.experts(ops, h, x, ~everywhere, everywhere, following)
+        return self.experts(ops, h, entry, ~everywhere, everywhere, following)
 
     def _attend(
         self, ops: Ops, x: Array, slot: Array, start: Array, floor: Array, ring: Ring
-    ) -> Array:
+    ) -> Array | Addends:
         """Every row of the block sees the window before the block and all of the block."""
         size, n = self.attn.window_size, x.shape[1]
         at = angles(self.cfg, 0, start[:, None] + jnp.arange(n))

@@ -1,5 +1,6 @@
 """Indexer: keys, queries and the selection of global entries (ARCHITECTURE section 6)."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -126,12 +127,15 @@ class Indexer(nnx.Module):
         q = q.reshape(*q.shape[:-1], self.heads, self.width)
         q = rotate(q, at.cos[..., None, :], at.sin[..., None, :])
         encoding = row_types(ops.numerics).query
-        return encoding.quantize(q).dequantize(ops.numerics.dtype) if encoding else q
+        return encoding.rounded(q).astype(ops.numerics.dtype) if encoding else q
 
     def head_weights(self, ops: Ops, x: Array) -> Array:
         """[B, T, H] of the attention input x."""
-        scale = jnp.asarray((self.heads * self.width) ** -0.5, ops.numerics.dtype)
-        return ops.linear(x, self.weights_proj()) * scale
+        scale, weight = (self.heads * self.width) ** -0.5, self.weights_proj()
+        if math.frexp(scale)[0] == 0.5:
+            # A power of two: the weights times it give the same bits, in the product's own launch.
+            return ops.linear(x, weight * jnp.asarray(scale, weight.dtype))
+        return ops.linear(x, weight) * jnp.asarray(scale, ops.numerics.dtype)
 
 
 def pick_among(ops: Ops, scores: Array, visible: Array, candidates: Array, *, k: int) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from dsv41_jax.block import Block
+from dsv41_jax.block import Block, Entry, Site
 from dsv41_jax.cache import Cache, Handoff
 from dsv41_jax.config import Config
 from dsv41_jax.dspark import Draft, DraftStage, propose
@@ -94,14 +94,14 @@ class Model(nnx.Module):
     def layers_over(self, ops: Ops, rows: Rows, cache: Cache) -> tuple[Features, Cache]:
         """``encoder``, then ``decoder`` over the same rows, as one run of layers."""
         first = self._decoder_blocks()[0]
-        following = None if first.layer.engram else first.attn_norm
+        following = None if first.layer.engram else first.site("attn")
         handoff, x, cache = self._encoded(ops, rows, cache, following)
         return self._decoded(ops, rows, handoff, cache, x)
 
     def _encoded(
-        self, ops: Ops, rows: Rows, cache: Cache, after: Norm | None
-    ) -> tuple[Handoff, Array | None, Cache]:
-        """``encoder``; second, normed by ``after``, the input of the attention behind it."""
+        self, ops: Ops, rows: Rows, cache: Cache, after: Site | None
+    ) -> tuple[Handoff, Array | Entry | None, Cache]:
+        """``encoder``; second what the attention ``after`` it begins with."""
         compressed = compressed_history(self.token_map[...], rows)
         pad = self.token_map[...][self.cfg.engram_pad_token_id]
         h, pre = self.embedded(ops, rows.tokens)
@@ -109,7 +109,7 @@ class Model(nnx.Module):
         for block, following in zip(blocks, _following(blocks, after), strict=True):
             if block.layer.engram:
                 h = block.engram(ops, h, block.engram.row_ids(compressed, pad), ~rows.image)
-            x = block.first_input(ops, h, pre) if x is None else x
+            x = block.entry(ops, h, pre) if x is None else x
             h, pre, x, cache, selection = block.step(
                 ops, h, x, rows, rows.floor, cache, selection, following
             )
@@ -120,9 +120,9 @@ class Model(nnx.Module):
         return handoff, x, replace(cache, history=history)
 
     def _decoded(
-        self, ops: Ops, rows: Rows, handoff: Handoff, cache: Cache, x: Array | None
+        self, ops: Ops, rows: Rows, handoff: Handoff, cache: Cache, x: Array | Entry | None
     ) -> tuple[Features, Cache]:
-        """``decoder``, on the normed input x of its first attention if that is there."""
+        """``decoder``, on what its first attention begins with if that is there."""
         h, pre = handoff.h, handoff.pre
         selection = Selection(handoff.selected, handoff.candidates)
         floor = jnp.maximum(rows.floor, rows.decoder_floor)
@@ -130,11 +130,11 @@ class Model(nnx.Module):
         for block, following in zip(blocks, _following(blocks, self.norm), strict=True):
             if block.layer.index in self.cfg.dspark_target_layer_ids:
                 taps.append(jnp.mean(h.astype(jnp.float32), axis=-2).astype(h.dtype))
-            x = block.first_input(ops, h, pre) if x is None else x
+            x = block.entry(ops, h, pre) if x is None else x
             h, pre, x, cache, selection = block.step(
                 ops, h, x, rows, floor, cache, selection, following
             )
-        assert x is not None
+        assert isinstance(x, Array)
         features = Features(h, pre, x, jnp.concatenate(taps, axis=-1))
         return features, self._commit_drafts(ops, rows, features, cache)
 
@@ -161,8 +161,8 @@ class Model(nnx.Module):
             jnp.int32,
         )
         h, pre = self.embedded(ops, jnp.concatenate([token[:, None], noise], axis=1))
-        x, norms = self.mtp[0].first_input(ops, h, pre), [s.attn_norm for s in self.mtp]
-        for stage, ring, following in zip(self.mtp, cache.drafts, [*norms[1:], None], strict=True):
+        x, sites = self.mtp[0].entry(ops, h, pre), [s.site("attn") for s in self.mtp]
+        for stage, ring, following in zip(self.mtp, cache.drafts, [*sites[1:], None], strict=True):
             h, pre, x = stage.step(ops, h, x, slot, start, floor, ring, following)
         x = ops.mhc_collapse(h, pre)[:, :length]
         last = self.mtp[-1]
@@ -191,8 +191,8 @@ class Model(nnx.Module):
         return replace(cache, drafts=drafts)
 
 
-def _following(blocks: list[Block], after: Norm | None) -> list[Norm | None]:
-    """The norm that comes right behind each block, ``after`` the last one; None where Engram comes
+def _following(blocks: list[Block], after: Norm | Site | None) -> list[Norm | Site | None]:
+    """What comes right behind each block, ``after`` the last one; None where Engram comes
     first.
     """
-    return [*(None if block.layer.engram else block.attn_norm for block in blocks[1:]), after]
+    return [*(None if block.layer.engram else block.site("attn") for block in blocks[1:]), after]

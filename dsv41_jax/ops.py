@@ -35,7 +35,9 @@ class Ops:
     embedding(table [V, K], ids) takes rows of a table. gathered_linear(x, weight [N, K], *,
     outputs, out_dtype=None) is a ``linear`` whose ``outputs`` columns are all there. agree(tree)
     gives every rank that works on the same requests the values of the first of them.
-    anywhere(bool []) is whether any rank at all says so.
+    anywhere(bool []) is whether any rank at all says so. mhc_site, if there is one, does what
+    mhc_expand_collapse_norm and mhc_coefficients do, linears_beside_rows what normed_linears and
+    store_rows do.
     """
 
     numerics: Numerics
@@ -64,6 +66,8 @@ class Ops:
     engram_gate_add: Callable
     agree: Callable
     anywhere: Callable
+    mhc_site: Callable | None = None
+    linears_beside_rows: Callable | None = None
 
 
 def local_ops(numerics: Numerics, kernels: str = "auto") -> Ops:
@@ -74,6 +78,7 @@ def local_ops(numerics: Numerics, kernels: str = "auto") -> Ops:
     # as serving does.
     rounding = replace(numerics, cache=SERVING.cache)
     served = "reference" if kernels == "auto" and rounding != SERVING else kernels
+    fused = served != "reference"
     bound_linear = partial(linear.build(served), numerics=numerics)
     return Ops(
         numerics=numerics,
@@ -102,6 +107,10 @@ def local_ops(numerics: Numerics, kernels: str = "auto") -> Ops:
         engram_gate_add=engram.build_gate_add(served),
         agree=_unchanged,
         anywhere=_unchanged,
+        mhc_site=mhc.build_site(served) if fused else None,
+        linears_beside_rows=(
+            partial(compress.build_beside(served), numerics=numerics) if fused else None
+        ),
     )
 
 

@@ -150,6 +150,7 @@ class _Recorder:
             sparse_attention=self._keep("selected", ops.sparse_attention, _selected),
             ring_attention=self._keep("selected", ops.ring_attention, _selected),
             engram_gate_add=self._gated(ops.engram_gate_add),
+            mhc_site=None,  # two operations, of which both results are kept
         )
 
     def _keep(self, name: str, function: Callable, shown: Callable) -> Callable:

@@ -1,6 +1,7 @@
 """What ``auto`` takes, on an sm_90 GPU, of kernels that do not win everywhere: the rows for which
 each of them was faster there than what XLA makes of the same operands, as far as both were timed
 (``baselines``; not yet: a norm before ``linear``, Engram rows above one). Others run through XLA.
+``mhc_site`` and ``output_projection`` take the place of three and two launches of kernels instead.
 """
 
 from math import prod
@@ -15,6 +16,8 @@ ROWS: dict[str | tuple[str, tuple[int, ...], int], range] = {
     "grouped_projection": range(1, 129),
     "engram_rows": range(2, 1 << 30),
     "engram_gate_add": range(1, 129),
+    "mhc_site": range(1, 8),
+    "output_projection": range(1, 8),
 }
 
 

@@ -14,6 +14,7 @@ from dsv41_jax.ops import Ops
 from dsv41_jax.rope import Angles, angles
 from dsv41_jax.training.rounding import Rounding
 from dsv41_jax.training.selection import candidate_mask, top_mask
+from pallas_kernels.addends import Addends
 from pallas_kernels.compress.ref import pool_pairs
 from pallas_kernels.rotate import rotate
 
@@ -38,7 +39,7 @@ class Shared:
 
 def attend(
     attn: Attention, ops: Ops, rounding: Rounding, x: Array, shared: Shared, dense: Array
-) -> tuple[Array, Shared, Array]:
+) -> tuple[Array | Addends, Shared, Array]:
     """x [B, T, D] normed, T a multiple of the window -> y [B, T, D], what later layers share, and
     the index loss of this layer, float32 [].
 

@@ -15,6 +15,8 @@ from pallas_kernels.check import Check, Program, exact, near, same
 from pallas_kernels.check.bounds import SERVING_REL
 from pallas_kernels.compress import ref
 from pallas_kernels.compress.store import Chunk, Keys, Latents, Paged, Pairs, Projected, Window
+from pallas_kernels.numerics import SERVING
+from pallas_kernels.quant import Fp8Blocks
 from pallas_kernels.quant.storage import KeyRows, LatentRows, WindowRows
 
 COLD_BYTES = 150_000_000  # inputs taken in turn, several times the L2
@@ -300,6 +302,39 @@ def checks(case: StoreCase, seed: int, run: Callable | None = None) -> Iterator[
         yield from _rows_against(case, kind, made[0], got, want)
     yield same("another run", program(cache, whole), outcome)
     yield same("rows that are not live poisoned", program(cache, _dead(whole))[0], outcome[0])
+    if run is None and not case.emit and case.requests * case.rows <= 128:
+        yield _beside_products(case, made, seed)
+
+
+def _beside_products(case: StoreCase, made: tuple, seed: int) -> Check:
+    """One launch with products of low-rank queries has the bits of two."""
+    from pallas_kernels.compress import beside_sm90, kernel_sm90
+    from pallas_kernels.linear.kernel_sm90 import normed_linears
+
+    keys = jax.random.split(jax.random.key(seed), 2)
+    x = jax.random.normal(keys[0], (case.requests, case.rows, 1280), jnp.bfloat16)
+    weights = (Fp8Blocks.quantize(jax.random.normal(keys[1], (2048, 1280))),)
+    norm, numerics = jnp.ones(1280, jnp.bfloat16), {"eps": 1e-6, "numerics": SERVING}
+
+    def jobs(made: tuple) -> tuple[Chunk, dict[str, Any]]:
+        chunk, paged, _, keys, window = made
+        return chunk, {"window": window, "paged": paged, "keys": keys}
+
+    @jax.jit
+    def one(made: tuple) -> tuple:
+        chunk, rows = jobs(made)
+        return beside_sm90.linears_beside_rows(
+            x, norm, weights, chunk, **rows, row_eps=EPS, **numerics
+        )
+
+    @jax.jit
+    def two(made: tuple) -> tuple:
+        chunk, rows = jobs(made)
+        return normed_linears(x, norm, weights, **numerics), kernel_sm90.store_rows(
+            chunk, **rows, eps=EPS
+        )
+
+    return same("products and stores in one launch", one(made), two(made))
 
 
 def _rows_against(

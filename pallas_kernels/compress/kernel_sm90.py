@@ -33,10 +33,12 @@ from pallas_kernels.quant.storage import KeyRows, LatentRows, StoredRows, Window
 Packed = TypeVar("Packed", bound=StoredRows)
 
 
-def program(jobs: Sequence[Job]) -> list[str]:
-    """Operands: each job's in the order of ``names``, then the block's number."""
-    block = f"${sum(len(job.names) for job in jobs)}"
-    lines, operand, first = [rows_ptx.REGISTERS, ".reg .b32 blk;", f"mov.b32 blk, {block};"], 0, 0
+def program(jobs: Sequence[Job], operand: int = 0, block: str = "") -> list[str]:
+    """Operands, from number ``operand`` on: each job's in the order of ``names``, then the block's
+    number if no register ``block`` has it.
+    """
+    block = block or f"${operand + sum(len(job.names) for job in jobs)}"
+    lines, first = [rows_ptx.REGISTERS, ".reg .b32 blk;", f"mov.b32 blk, {block};"], 0
     for i, job in enumerate(jobs):
         at = {name: f"${operand + j}" for j, name in enumerate(job.names)}
         if i + 1 < len(jobs):
@@ -130,6 +132,19 @@ def store_rows(
     that is not live has no meaning in the first result. ``ValueError`` for other widths or dtypes
     than those of ``store``.
     """
+    lead = (*window.x.shape[:2], WINDOW_WORDS)
+    if 0 in lead:
+        rows = WindowRows(jnp.zeros(lead, jnp.int32)) if window.emit else None
+        return rows, window.ring, window.tags, None if keys is None else keys.pool
+    jobs, operands, refs = row_jobs(chunk, window, paged, keys, eps)
+    out = launcher(jobs)(*operands)
+    return WindowRows(out[0].reshape(lead)) if window.emit else None, *stored(refs)
+
+
+def row_jobs(
+    chunk: Chunk, window: Window, paged: Paged | None, keys: Keys | None, eps: float
+) -> tuple[tuple[Job, ...], list, list]:
+    """What ``store_rows`` launches, its operands and, of these, the planes that it writes."""
     ring_rows = _packed("ring", window.ring, WindowRows).words
     requests, places, _ = window.x.shape
     slots, size = window.tags.shape
@@ -138,10 +153,6 @@ def store_rows(
     _check("ring", ring_rows, (slots, size, WINDOW_WORDS), jnp.int32)
     _check("tags", window.tags, (slots, size), jnp.int32)
     _check("slot", window.slot, (requests,), jnp.int32)
-    lead = (requests, places, WINDOW_WORDS)
-    if shape.rows == 0:
-        rows = WindowRows(jnp.zeros(lead, jnp.int32)) if window.emit else None
-        return rows, window.ring, window.tags, None if keys is None else keys.pool
     refs = [jax.new_ref(plane) for plane in (ring_rows, window.tags)]
     common = _common(shape, chunk, window.weight, window.cos, window.sin)
     jobs, operands = (shape,), [*common, window.x, window.slot, *refs]
@@ -149,10 +160,13 @@ def store_rows(
         assert paged is not None
         job, key_refs, own = _keys(chunk, paged, keys, eps)
         jobs, operands, refs = (job, shape), [*own, *key_refs, *operands], [*refs, *key_refs]
-    out = launcher(jobs)(*operands)
+    return jobs, operands, refs
+
+
+def stored(refs: list) -> tuple[WindowRows, Array, KeyRows | None]:
+    """The planes of ``row_jobs``, written: rings, tags and the pool of keys."""
     ring, tags, *planes = [jax.freeze(ref) for ref in refs]
-    rows = WindowRows(out[0].reshape(lead)) if window.emit else None
-    return rows, WindowRows(ring), tags, KeyRows(*planes) if planes else None
+    return WindowRows(ring), tags, KeyRows(*planes) if planes else None
 
 
 def _keys(chunk: Chunk, paged: Paged, keys: Keys, eps: float) -> tuple[Job, list, list[Array]]:

@@ -20,20 +20,25 @@ from pallas_kernels.linear.skinny_shape import THREADS, WARPS, Skinny
 
 LOAD = "ld.global.L1::no_allocate.L2::128B.v4.b32"
 FRAGMENT = 1024  # bytes of a unit of eight rows of x
-BATCH, NORMED_BATCH = 5, 3  # loads of such a unit that a warp has in flight
+BATCH, NORMED_BATCH = 5, 3  # loads of such a unit that a warp has in flight, at least
+MOST = 8  # and at most
+LOADING = 192  # registers for what is on its way
 
 
-def program(s: Skinny) -> list[str]:
+def program(s: Skinny, words: str = "", cluster: str = "") -> list[str]:
     """Operands: x, codes and scales of each matrix, outputs, the norm's weight if there is one
-    (GMEM), SMEM words, cluster.
+    (GMEM), SMEM words, cluster; the last two may be named instead.
     """
-    ahead = min(s.depth, s.units)
-    lines = [*_registers(s), *_place(s)]
+    ahead, last = min(s.depth, s.units), 3 * len(s.outputs) + 1 + (s.norm is not None)
+    lines = [*_registers(s), *_place(s, words or f"${last}", cluster or f"${last + 1}")]
+    # Inputs first: behind all those weights they would come last, and nothing can begin.
+    lines += [] if s.early else _fetch(s, 0)
     lines += [*[line for u in range(ahead) for line in _load(s, u)], PIN]
     if s.early:
         lines.append("griddepcontrol.wait; griddepcontrol.launch_dependents;")
     for first in range(0, s.tasks, WARPS * _batch(s)):
-        lines += [*_fetch(s, first), *_keep(s, first)]
+        lines += _fetch(s, first) if first or s.early else []
+        lines += _keep(s, first)
     lines.append(_meet())
     if s.norm is not None:
         lines += _squares(s)
@@ -45,8 +50,10 @@ def program(s: Skinny) -> list[str]:
 
 
 def _batch(s: Skinny) -> int:
-    """As many as leave registers for the weights under way."""
-    return BATCH if s.norm is None else NORMED_BATCH
+    """As many as leave registers for the weights under way, up to all of a warp's."""
+    least, each = (BATCH, 8) if s.norm is None else (NORMED_BATCH, 16)
+    taken = 8 * s.tiles * min(s.depth, s.units) + s.tiles * s.tokens // 2
+    return max(least, min(-(-s.tasks // WARPS), MOST, (LOADING - taken) // each))
 
 
 def _meet() -> str:
@@ -70,10 +77,10 @@ def _registers(s: Skinny) -> list[str]:
     return lines
 
 
-def _place(s: Skinny) -> list[str]:
+def _place(s: Skinny, smem: str, cluster: str) -> list[str]:
     """Which matrix, rows and columns are this block's, and this thread's addresses there."""
     count = len(s.outputs)
-    *norm, smem, cluster = (f"${3 * count + 1 + i}" for i in range(2 + (s.norm is not None)))
+    norm = [f"${3 * count + 1}"] if s.norm is not None else []
     lines = [
         "mov.u32 tid, %tid.x; shr.u32 warp, tid, 5; and.b32 lane, tid, 31;",
         f"shr.u32 gi, lane, 2; and.b32 qi, tid, 3; mov.b32 sm, {smem}; mov.b64 x, $0;",
@@ -121,22 +128,24 @@ def _load(s: Skinny, u: int) -> list[str]:
 
 
 def _fetch(s: Skinny, first: int) -> list[str]:
-    """Loads of x: a task is a unit of eight rows, ``BATCH`` tasks a warp. Rows that are not live
-    are left out, columns past the end of K are 0.
+    """Loads of x: four threads take a unit of a row, ``BATCH`` loads or more a warp. Rows that are
+    not live are left out, columns past the end of K are 0.
     """
-    lines, groups = [], s.tokens // 8
+    lines, rows = [], min(s.rows, s.tokens)
     for b in range(_batch(s)):
         if first + WARPS * b >= s.tasks:
             break
         lines += [
-            # e: group of rows, u: unit, i: row, j: column.
-            f"add.u32 f, warp, {first + WARPS * b}; {divide('u', 'f', groups)}",
-            f"mul.lo.u32 e, u, {groups}; sub.u32 e, f, e; mad.lo.u32 i, e, 8, gi;",
-            f"setp.lt.u32 p, f, {s.tasks}; setp.lt.and.u32 on{b}, i, live, p;",
+            # f: item, u: unit, i: row, j: column.
+            f"add.u32 f, warp, {first + WARPS * b}; mad.lo.u32 f, f, 8, gi;",
+            f"{divide('u', 'f', rows)} mul.lo.u32 i, u, {rows}; sub.u32 i, f, i;",
+            f"setp.lt.u32 p, f, {s.items}; setp.lt.and.u32 on{b}, i, live, p;",
+            f"mad.lo.u32 e, u, {FRAGMENT * s.tokens // 8}, sm; shr.u32 f, i, 3;",
+            f"mad.lo.u32 e, f, {FRAGMENT}, e; and.b32 f, i, 7; mad.lo.u32 e, f, 64, e;",
+            f"mad.lo.u32 to{b}, qi, 16, e;",
             f"add.u32 i, tok0, i; mul.wide.u32 wide, i, {2 * s.k}; add.s64 wide, wide, x;",
             f"mad.lo.u32 j, u, {UNIT}, column; mad.lo.u32 j, qi, 16, j;",
             "mul.wide.u32 other, j, 2; add.s64 wide, wide, other;",
-            f"mad.lo.u32 to{b}, f, {FRAGMENT}, xs;",
         ]
         guard = f"on{b}"
         if not s.exact:
@@ -164,7 +173,7 @@ def _keep(s: Skinny, first: int) -> list[str]:
         if first + WARPS * b >= s.tasks:
             break
         if s.norm is not None:
-            lines += _weighed(s, first, b)
+            lines += _weighed(s, b)
         for step in range(STEPS):
             w = 8 * b + 2 * step
             lines += arrange(f"w{w}", f"w{w + 1}", f"v{2 * step}", f"v{2 * step + 1}")
@@ -173,7 +182,7 @@ def _keep(s: Skinny, first: int) -> list[str]:
     return lines
 
 
-def _weighed(s: Skinny, first: int, b: int) -> list[str]:
+def _weighed(s: Skinny, b: int) -> list[str]:
     """A task's x times the norm's weight in its place, and the sum of its squares to shared memory:
     [unit][group of eight rows][row].
     """
@@ -189,8 +198,8 @@ def _weighed(s: Skinny, first: int, b: int) -> list[str]:
         lines.append(f"shfl.sync.bfly.b32 lo, ss, {lanes}, 31, 0xffffffff; add.f32 ss, ss, lo;")
     return [
         *lines,
-        f"setp.eq.and.u32 p, qi, 0, on{b}; add.u32 i, warp, {first + WARPS * b};",
-        "mad.lo.u32 i, i, 8, gi; mad.lo.u32 i, i, 4, sm;",
+        f"setp.eq.and.u32 p, qi, 0, on{b}; sub.u32 i, to{b}, sm; shr.u32 e, i, 10;",
+        "bfe.u32 i, i, 6, 3; mad.lo.u32 i, e, 8, i; mad.lo.u32 i, i, 4, sm;",
         f"@p st.shared.f32 [i+{4 * s.square_words}], ss;",
     ]
 

@@ -14,7 +14,7 @@ WARPS = 4
 THREADS = 32 * WARPS
 TOKENS = (8, 16, 32, 64)  # rows of x that a block multiplies
 SPLITS = (1, 2, 4, 8)
-NORMED = 10  # tiles of a unit in flight, at most, where a norm takes registers
+NORMED = 10  # tiles of a unit in flight, at most, where a norm of several loads takes registers
 UNITS = 16  # of a split, at most where 8 splits do
 MAX_K = 16384  # 32 units of 64 rows of x would not fit in shared memory; of 32 rows they do
 SMEM_BYTES = 226 * 1024
@@ -92,9 +92,14 @@ class Skinny:
         return self.block_rows + 4
 
     @property
+    def items(self) -> int:
+        """Units of single rows of x that a block brings to shared memory."""
+        return self.units * min(self.rows, self.tokens)
+
+    @property
     def tasks(self) -> int:
-        """Units of eight rows of x that a block brings to shared memory."""
-        return self.units * self.tokens // 8
+        """Eights of them, of which a load of a warp takes one."""
+        return -(-self.items // 8)
 
     @property
     def square_words(self) -> int:
@@ -124,7 +129,9 @@ def tuned(rows: int, k: int, outputs: tuple[int, ...], **options: Any) -> Skinny
     if fits:
         best = min(fits, key=lambda entry: entry["rows"])
         own = replace(own, **{name: best[name] for name in SETTINGS})
-    return own if own.norm is None else replace(own, depth=min(own.depth, NORMED // own.tiles))
+    if own.norm is None or own.tasks <= WARPS:
+        return own
+    return replace(own, depth=min(own.depth, NORMED // own.tiles))
 
 
 def _estimated(rows: int, k: int, outputs: tuple[int, ...], **options: Any) -> Skinny:

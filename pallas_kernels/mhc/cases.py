@@ -14,7 +14,7 @@ from pallas_kernels.bench import Problem
 from pallas_kernels.check import Check, Program, along_rows, exact, near, rows_alone, same
 from pallas_kernels.check.bounds import DOT_REL, SERVING_REL
 from pallas_kernels.mhc import ref
-from pallas_kernels.mhc.op import build_coefficients, build_expand_collapse_norm
+from pallas_kernels.mhc.op import build_coefficients, build_expand_collapse_norm, build_site
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 EPS, NORM_EPS = 1e-6, 1e-20
@@ -25,7 +25,7 @@ PARTS = ("fused", "coefficients", "site")
 @dataclass(frozen=True)
 class Case:
     """rows R of ``streams`` S streams of ``width`` D; ``part`` fused: expand, collapse and norm,
-    coefficients, or site: the one, then the other from the streams it wrote.
+    coefficients, or site: the one, then the other from the streams it wrote, in one operation.
     """
 
     rows: int
@@ -55,11 +55,16 @@ class Case:
 
 
 CASES = tuple(Case(rows, part=part) for part in PARTS for rows in (1, 8, 32, 128, 2048, 8192))
-CHECKED = tuple(
-    Case(rows, part=part)
-    for part in ("fused", "coefficients")
-    for rows in (1, 2, 17, 128, 200, 300, 1000, 2000, 4000, 8192)
+CHECKED = (
+    *(
+        Case(rows, part=part)
+        for part in ("fused", "coefficients")
+        for rows in (1, 2, 17, 128, 200, 300, 1000, 2000, 4000, 8192)
+    ),
+    *(Case(rows, part="site") for rows in (1, 2, 7, 8)),
+    Case(3, width=1024, part="site"),
 )
+MIX = {"eps": EPS, "mix_eps": NORM_EPS}  # of a site, besides iterations and the norm's eps
 CORNERS = (
     Case(1, width=256),
     Case(0, width=256),
@@ -98,6 +103,7 @@ def problem(case: Case, impl: str, seed: int) -> Problem:
         build_coefficients(kernels), iters=case.iters, eps=EPS, norm_eps=NORM_EPS
     )
     fused: Callable = partial(build_expand_collapse_norm(kernels), norm_eps=NORM_EPS)
+    site: Callable = partial(build_site(kernels), norm_eps=NORM_EPS, iters=case.iters, **MIX)
     waiting = partial(_waiting, case, mix if impl == "xla" else None)
     fn_bytes = 4 * case.mixes * case.streams * case.width
     executions = 36 if case.rows <= 128 else 8
@@ -122,9 +128,9 @@ def problem(case: Case, impl: str, seed: int) -> Problem:
             streams, before = jax.lax.optimization_barrier((streams, carry[i - 1][0]))
             return (*carry[:i], waiting(streams, fn, base, before.reshape(-1)), *carry[i + 1 :])
         h, y, (pre, post, comb) = carry
-        h, y = fused(h, y, post, comb, pre, weight)
-        mixed = mix(h, fn, base, scale) if case.part == "site" else (pre, post, comb)
-        return h, y, mixed
+        if case.part == "site":
+            return site(h, y, post, comb, pre, weight, fn, base, scale)
+        return (*fused(h, y, post, comb, pre, weight), (pre, post, comb))
 
     return Problem(
         call=call,
@@ -146,30 +152,35 @@ def _inputs(case: Case, seed: int) -> tuple[tuple[Array, ...], tuple[Array, ...]
     y = jax.random.normal(keys[1], (case.rows, case.width), BF16)
     post, pre = (2 * jax.random.uniform(key, lead, F32) for key in keys[2:4])
     comb = jax.random.uniform(keys[4], (*lead, s), F32)
-    return (h, y, post, comb, pre), (1 + jax.random.normal(keys[5], (case.width,), BF16) / 8,)
+    weight = 1 + jax.random.normal(keys[5], (case.width,), BF16) / 8
+    mixing = parameters(case, seed + 1) if case.part == "site" else ()
+    return (h, y, post, comb, pre), (weight, *mixing)
 
 
 def checks(case: Case, seed: int, run: Callable | None = None) -> Iterator[Check]:
     """Against ``ref``, with all other rows poisoned, and on integers, whose sums are exact."""
-    part: tuple[Callable, Callable, dict[str, Any]]
-    if case.part == "coefficients":
-        options = {"iters": case.iters, "eps": EPS, "norm_eps": NORM_EPS}
-        part = build_coefficients, ref.coefficients, options
-    else:
-        part = build_expand_collapse_norm, ref.expand_collapse_norm, {"norm_eps": NORM_EPS}
-    build, reference, options = part
+    iters, norm = {"iters": case.iters}, {"norm_eps": NORM_EPS}
+    mixing = iters | norm | {"eps": EPS}
+    parts: dict[str, tuple[Callable, Callable, dict[str, Any]]] = {
+        "fused": (build_expand_collapse_norm, ref.expand_collapse_norm, norm),
+        "coefficients": (build_coefficients, ref.coefficients, mixing),
+        "site": (build_site, build_site("reference"), iters | norm | MIX),
+    }
+    build, reference, options = parts[case.part]
     rows, shared = _inputs(case, seed)
     program = Program(partial(run or build("mosaic"), **options), *rows, *shared)
     want = exact(partial(reference, **options))
-    got, expected = program(*rows, *shared), want(*rows, *shared)
-    if case.part == "coefficients":
-        for name, a, b in zip(("pre", "post", "comb"), got, expected, strict=True):
+    got = program(*rows, *shared)
+    if case.part != "fused":
+        mixed, streams = (got[2], got[0]) if case.part == "site" else (got, rows[0])
+        expected = exact(partial(ref.coefficients, **mixing))(streams, *shared[-3:])
+        for name, a, b in zip(("pre", "post", "comb"), mixed, expected, strict=True):
             yield Check(f"{name} against ref", float(jnp.max(jnp.abs(a - b))), 10 * DOT_REL)
-    else:
-        for name, a, b in zip(("streams", "normed"), got, expected, strict=True):
+    if case.part != "coefficients":
+        for name, a, b in zip(("streams", "normed"), got, want(*rows, *shared), strict=False):
             yield near(f"{name} against ref", a, b, SERVING_REL)
-        whole = tuple(jnp.round(a) for a in rows)
-        sums = [f(*whole, *shared)[0] for f in (program, want)]
+        integers = tuple(jnp.round(a) for a in rows)
+        sums = [f(*integers, *shared)[0] for f in (program, want)]
         yield same("streams of integers, values", *(jnp.where(a == 0, 0, a) for a in sums))
 
     def hide(live: Array) -> tuple[Array, ...]:

@@ -58,7 +58,7 @@ def program(s: Fused) -> list[str]:
     lines += [f"add.u32 next, row, {s.grid}; setp.lt.u32 more, next, {s.rows}; @!more bra LAST;"]
     lines += [*_load(s, "next"), "LAST: mov.b32 sum, 0;"]
     for word in range(4):
-        lines += _word(word)
+        lines += expand_word(word)
     lines += [*_store_streams(s), *_reduce(s), *_norm(s)]
     lines += ["@!more bra END;", "mov.b32 row, next; bra ROW;", "END:"]
     return [line for text in lines for line in text.strip().splitlines()]
@@ -110,7 +110,7 @@ def _turn(s: Fused) -> list[str]:
     ]
 
 
-def _word(word: int) -> list[str]:
+def expand_word(word: int) -> list[str]:
     """Two columns: h becomes the expanded streams, x what they collapse to."""
 
     def unpack(source: str, low: str, high: str) -> str:

@@ -4,6 +4,7 @@ Sinkhorn iterations (ARCHITECTURE section 7).
 
 from collections.abc import Callable
 from functools import lru_cache
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import inline_ptx
+from pallas_kernels.addends import Addends
+from pallas_kernels.columns import MAX_WIDTH
 from pallas_kernels.mhc import (
     broad_ptx,
     broad_shape,
@@ -18,10 +21,12 @@ from pallas_kernels.mhc import (
     fused_ptx,
     planes_ptx,
     products_ptx,
+    site_ptx,
     split_ptx,
 )
 from pallas_kernels.mhc.broad_shape import SMS, Broad
 from pallas_kernels.mhc.fused_ptx import STREAMS, Fused
+from pallas_kernels.mhc.site_ptx import Site
 from pallas_kernels.mhc.split_ptx import Split
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -44,6 +49,34 @@ def fused_launcher(s: Fused) -> Callable:
         ),
         grid=(s.grid,),
         grid_names=("block",),
+        num_threads=s.warpgroups,
+        thread_name="wg",
+        scratch_types=(plgpu.SMEM((s.words,), jnp.int32),),
+        compiler_params=WARPGROUP,
+    )
+
+
+@lru_cache(maxsize=64)
+def site_launcher(s: Site) -> Callable:
+    """(h, y, post, comb, pre, weight, fn, base, scale) to streams bf16 [R, 4, D], normed bf16
+    [R, D], pre f32 [R, 4], post f32 [R, 4] and comb f32 [R, 16].
+    """
+    body = inline_ptx.block(site_ptx.program(s), gmem=14, smem=1, scalars=2)
+
+    def mhc_site(*refs):
+        body(*refs, lax.axis_index("row"), lax.axis_index("part"))
+
+    return plgpu.kernel(
+        mhc_site,
+        out_type=(
+            jax.ShapeDtypeStruct((s.rows, STREAMS, s.width), BF16),
+            jax.ShapeDtypeStruct((s.rows, s.width), BF16),
+            *(jax.ShapeDtypeStruct((s.rows, n), F32) for n in (4, 4, 16)),
+        ),
+        grid=(s.rows,),
+        grid_names=("row",),
+        cluster=(site_ptx.BLOCKS,),
+        cluster_names=("part",),
         num_threads=s.warpgroups,
         thread_name="wg",
         scratch_types=(plgpu.SMEM((s.words,), jnp.int32),),
@@ -214,3 +247,57 @@ def expand_collapse_norm(
         weight,
     )
     return streams.reshape(h.shape), normed.reshape(y.shape)
+
+
+def site_unfit(h: Array, y: Array | Addends | None) -> str:
+    """Why ``site`` refuses these operands; empty if it does not."""
+    *lead, streams, d = h.shape
+    if h.dtype != BF16 or streams != STREAMS or d % site_ptx.WIDTH or d > MAX_WIDTH:
+        return (
+            f"{h.shape=} {h.dtype=} must be four bfloat16 streams of 1024 n columns to {MAX_WIDTH}"
+        )
+    if not 0 < prod(lead) <= site_ptx.MAX_ROWS:
+        return f"{h.shape=} must have 1 to {site_ptx.MAX_ROWS} rows"
+    if isinstance(y, Addends):
+        shape = (len(y.parts), *lead, d)
+        fits = (
+            y.parts.dtype == F32 and y.parts.shape == shape and len(y.parts) <= products_ptx.MIXES
+        )
+        return "" if fits else f"{y.parts.shape=} must be float32 [P, ..., {d}], P at most 24"
+    return "" if y is None or y.dtype == BF16 else f"{y.dtype=} must be bfloat16"
+
+
+def site(
+    h: Array, y: Array | Addends | None, post: Array | None, comb: Array | None, pre: Array,
+    weight: Array, fn: Array, base: Array, scale: Array, *,
+    norm_eps: float, iters: int, eps: float, mix_eps: float,
+) -> tuple[Array, Array, tuple[Array, Array, Array]]:  # fmt: skip
+    """``op.build_site``'s contract on an sm_90 GPU in one launch, for up to seven rows;
+    ``ValueError`` for what ``site_unfit`` names.
+
+    A row has the same bits whatever the other rows and their number; its streams are those of
+    ``expand_collapse_norm``.
+    """
+    if why := site_unfit(h, y):
+        raise ValueError(f"mhc_site: {why}")
+    *lead, _, d = h.shape
+    rows, mix, mixes = prod(lead), (*lead, STREAMS), products_ptx.MIXES
+    stay = y is None
+    if y is None or post is None or comb is None:
+        y, post = jnp.zeros((*lead, d), BF16), jnp.zeros(mix, F32)
+        comb = jnp.broadcast_to(jnp.eye(STREAMS, dtype=F32), (*mix, STREAMS))
+    _checked(
+        h, d, post=(post, mix), comb=(comb, (*mix, STREAMS)), pre=(pre, mix),
+        weight=(weight, (d,)), fn=(fn, (mixes, STREAMS * d)), base=(base, (mixes,)),
+        scale=(scale, (3,)),
+    )  # fmt: skip
+    parts = len(y.parts) if isinstance(y, Addends) else 0
+    y = y.parts.reshape(parts, rows, d) if isinstance(y, Addends) else y.reshape(rows, d)
+    s = Site(rows, d, parts, iters, eps, norm_eps, mix_eps)
+    streams, normed, *mixed = site_launcher(s)(
+        h.reshape(rows, STREAMS, d), y, post.reshape(rows, STREAMS),
+        comb.reshape(rows, STREAMS * STREAMS), pre.reshape(rows, STREAMS), weight, fn, base, scale,
+    )  # fmt: skip
+    first, second, third = mixed
+    mixed = first.reshape(mix), second.reshape(mix), third.reshape(*mix, STREAMS)
+    return h if stay else streams.reshape(h.shape), normed.reshape(*lead, d), mixed

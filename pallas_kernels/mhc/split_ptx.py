@@ -211,9 +211,13 @@ def _coefficients(s: Split) -> list[str]:
         f"barrier.sync {BARRIER}, {THREADS}; setp.ne.u32 p, warp, 0; @p bra END;",
         *[f"ld.shared.b32 v{w}, [a+{128 * w}];" for w in range(WARPS)],
         *add("v", WARPS),
-        *_mixes(s),
-        *_sinkhorn(s),
+        *finish(s),
     ]
+
+
+def finish(s: Split) -> list[str]:
+    """A warp's coefficients of ``row`` to ``pre``, ``post``, ``comb``, from v0: a lane's sum."""
+    return [*_mixes(s), *_sinkhorn(s)]
 
 
 def _shuffle(out: str, value: str, kind: str, lane: int) -> str:

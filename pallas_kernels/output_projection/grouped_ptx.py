@@ -260,7 +260,7 @@ def _output(s: Grouped, i: int, stride: int, units: int) -> list[str]:
     value = f"v{i * s.addends}"
     lines = [f"mul.f32 z0, {value}, {f32(2.0**SHIFT)}; cvt.rn.bf16.f32 h0, z0;"]
     if s.round:
-        lines += _round()
+        lines += round_outputs()
     return [
         *lines,
         f"add.u32 a, d, {i * stride}; div.u32 b, a, {s.strips}; mul.lo.u32 c, b, {s.strips};",
@@ -272,7 +272,7 @@ def _output(s: Grouped, i: int, stride: int, units: int) -> list[str]:
     ]
 
 
-def _round() -> list[str]:
+def round_outputs() -> list[str]:
     """h0 to the AQ32 grid of the warp's 32 outputs; not finite ones make them all NaN."""
     lines = ["cvt.u32.u16 z0, h0; shl.b32 z0, z0, 16; and.b32 z1, z0, 0x7FFFFFFF;"]
     for step in (16, 8, 4, 2, 1):

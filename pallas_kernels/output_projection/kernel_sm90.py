@@ -1,6 +1,6 @@
-"""The grouped half of ``output_projection`` on Hopper: up to 256 rows in one launch, which
-dequantises the FP8 weights on their way to the tensor cores, adds the parts of K in a block or a
-cluster and rounds (ARCHITECTURE 4.6).
+"""``output_projection`` on Hopper: a few rows through both halves in one launch, up to 256 through
+the grouped half, which dequantises the FP8 weights on their way to the tensor cores, adds the parts
+of K in a block or a cluster and rounds (ARCHITECTURE 4.6).
 """
 
 from collections.abc import Callable
@@ -13,13 +13,17 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import inline_ptx
+from pallas_kernels.addends import Addends
 from pallas_kernels.numerics import Numerics
+from pallas_kernels.output_projection import joint_ptx, joint_shape
 from pallas_kernels.output_projection.grouped_ptx import program
 from pallas_kernels.output_projection.grouped_shape import MAX_ROWS, THREADS, Grouped, launch
+from pallas_kernels.output_projection.joint_shape import Joint, joint
 from pallas_kernels.output_projection.product import bf16_product
 from pallas_kernels.quant import Fp8Blocks, Packed
 
 BF16 = jnp.bfloat16
+WARPGROUP = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
 @lru_cache(maxsize=64)
@@ -45,7 +49,32 @@ def launcher(s: Grouped, after: bool = False) -> Callable:
         num_threads=THREADS // 128,
         thread_name="wg",
         scratch_types=(plgpu.SMEM((s.words,), jnp.int32),),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=WARPGROUP,
+    )
+
+
+@lru_cache(maxsize=64)
+def joint_launcher(s: Joint, after: bool = False) -> Callable:
+    """(o [R, G * K], codes and scales of wo_a, of wo_b) to parts f32 [P, R, D]; ``after`` as of
+    ``launcher``.
+    """
+    body = inline_ptx.block(joint_ptx.program(s), gmem=6, smem=1, scalars=2)
+
+    def output_projection(*refs):
+        refs = refs[:5] + refs[5 + after :]
+        body(*refs, lax.axis_index("part"), lax.axis_index("rank"))
+
+    return plgpu.kernel(
+        output_projection,
+        out_type=jax.ShapeDtypeStruct((s.parts, s.rows, s.hidden), jnp.float32),
+        grid=(s.parts,),
+        grid_names=("part",),
+        cluster=(joint_shape.BLOCKS,),
+        cluster_names=("rank",),
+        num_threads=joint_shape.THREADS // 128,
+        thread_name="wg",
+        scratch_types=(plgpu.SMEM((s.words,), jnp.int32),),
+        compiler_params=WARPGROUP,
     )
 
 
@@ -90,3 +119,37 @@ def grouped_projection(
     s = replace(s, early=early)
     z = launcher(s)(o.reshape(rows, groups * k), wo_a.codes, wo_a.scales)
     return z.reshape(*o.shape[:-2], outputs)
+
+
+def joint_unfit(
+    o: Array, wo_a: Array | Packed, wo_b: Array | Packed, groups: int, numerics: Numerics
+) -> str:
+    """Why ``addends`` refuses these operands; empty if it does not."""
+    if reason := unfit(o, wo_a, groups, numerics):
+        return reason
+    rows, outputs, k = _sizes(o, wo_a, groups)
+    if not isinstance(wo_b, Fp8Blocks) or wo_b.shape[1] != outputs:
+        return f"{type(wo_b)=} {wo_b.shape=} must be Fp8Blocks [D, {outputs}]"
+    if joint(rows, groups, outputs // groups, k, wo_b.shape[0], round=False) is None:
+        return f"{rows=}, {wo_a.shape=}, {wo_b.shape=} have no launch"
+    return ""
+
+
+def addends(
+    o: Array, wo_a: Array | Packed, wo_b: Array | Packed, *, groups: int, numerics: Numerics
+) -> Addends:
+    """``op.build_addends``'s contract on an sm_90 GPU; ``ValueError`` for what ``joint_unfit``
+    names.
+
+    Codes are finite; a scale above 2^7 gives infinities. A row has the same bits whatever the other
+    rows and their number.
+    """
+    if reason := joint_unfit(o, wo_a, wo_b, groups, numerics):
+        raise ValueError(f"output_projection: {reason}")
+    assert isinstance(wo_a, Fp8Blocks) and isinstance(wo_b, Fp8Blocks)
+    (rows, outputs, k), hidden = _sizes(o, wo_a, groups), wo_b.shape[0]
+    s = joint(rows, groups, outputs // groups, k, hidden, round=numerics.round_activations)
+    assert s is not None
+    planes = wo_a.codes, wo_a.scales, wo_b.codes, wo_b.scales
+    parts = joint_launcher(s)(o.reshape(rows, groups * k), *planes)
+    return Addends(parts.reshape(s.parts, *o.shape[:-2], hidden))

@@ -43,6 +43,11 @@ class Packed:
     def dequantize(self, dtype: jnp.dtype = F32) -> Array:
         raise NotImplementedError
 
+    @classmethod
+    def rounded(cls, x: Array) -> Array:
+        """float32 values of x as the encoding holds them."""
+        return cls.quantize(x).dequantize()
+
 
 def _groups(x: Array, size: int) -> Array:
     k = x.shape[-1]
@@ -111,15 +116,26 @@ class Fp4Rows(Packed):
 
     codes_per_item: ClassVar[int] = 2
 
-    @classmethod
-    def quantize(cls, x: Array) -> Self:
+    @staticmethod
+    def _codes(x: Array) -> tuple[Array, Array]:
+        """Codes uint8 [..., K/32, 32], a byte each, and scales."""
         g = _groups(x, 32)
         scales = rounding.pow2ceil_byte(_amax(g, 6 * 2.0**-126) * F32(1 / 6))
-        codes = rounding.e2m1_encode(g / rounding.ue8m0(scales)[..., None])
+        return rounding.e2m1_encode(g / rounding.ue8m0(scales)[..., None]), scales
+
+    @classmethod
+    def quantize(cls, x: Array) -> Self:
+        codes, scales = cls._codes(x)
         return cls(rounding.nibbles_pack(codes.reshape(x.shape)), scales)
 
     def dequantize(self, dtype: jnp.dtype = F32) -> Array:
         return _fp4_values(self.codes, rounding.ue8m0(self.scales), 32).astype(dtype)
+
+    @classmethod
+    def rounded(cls, x: Array) -> Array:
+        """The same without a packed array between, on which XLA would split its loop."""
+        codes, scales = cls._codes(x)
+        return (rounding.e2m1_decode(codes) * rounding.ue8m0(scales)[..., None]).reshape(x.shape)
 
 
 @jax.tree_util.register_dataclass

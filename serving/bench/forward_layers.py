@@ -59,7 +59,9 @@ def lowered_layer(programs: SharedPrograms, layer: int, bucket: Bucket) -> jax.s
         selection = Selection(between.entries, between.candidates)
         after = layer > sets.cfg.last_kv_source
         floor = jnp.maximum(rows.floor, rows.decoder_floor) if after else rows.floor
-        for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True):
+        # Behind the last copy only its norm: the coefficients of the first are its own.
+        sites = [None if block.layer.engram else block.site("attn") for block in blocks[1:]]
+        for block, following in zip(blocks, [*sites, blocks[0].attn_norm], strict=True):
             if block.layer.engram:
                 # Hashed anew each time: no two layers of a model share their hashes.
                 tokens, h = jax.lax.optimization_barrier((rows.tokens, h))
@@ -67,9 +69,9 @@ def lowered_layer(programs: SharedPrograms, layer: int, bucket: Bucket) -> jax.s
                 pad = token_map[sets.cfg.engram_pad_token_id]
                 ids = block.engram.row_ids(compressed_history(token_map, own), pad)
                 h = block.engram(ops, h, ids, ~rows.image)
-                x = block.first_input(ops, h, pre)
+                x = block.entry(ops, h, pre)
             h, pre, x, cache, selection = block.step(
-                ops, h, x, rows, floor, cache, selection, following.attn_norm
+                ops, h, x, rows, floor, cache, selection, following
             )
         candidates = between.candidates if selection.candidates is None else selection.candidates
         return cache, Between(h, x, pre, selection.entries, candidates)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.addends import Addends
 from pallas_kernels.mhc import kernel_sm90
 from pallas_kernels.mhc.cases import Case
 from tools.h200_compile import compile_for_h200
@@ -61,3 +62,18 @@ def test_coefficients(case, reports):
         return kernel_sm90.coefficients(*args, iters=case.iters, eps=1e-6, norm_eps=1e-20)
 
     compile_for_h200(run, bf16(r, s, d), f32(case.mixes, s * d), f32(case.mixes), f32(3))
+
+
+@pytest.mark.parametrize("parts", [0, 16, 24])
+@pytest.mark.parametrize("case", [Case(1), Case(7), Case(2, width=6144), Case(3, width=1024)])
+def test_site(case, parts, reports):
+    r, s, d = case.rows, case.streams, case.width
+
+    def run(h, y, *args):
+        y = Addends(y) if parts else y
+        options = {"norm_eps": 1e-20, "iters": case.iters, "eps": 1e-6, "mix_eps": 1e-20}
+        return kernel_sm90.site(h, y, *args, **options)
+
+    mix, y = f32(r, s), f32(parts, r, d) if parts else bf16(r, d)
+    mixing = f32(case.mixes, s * d), f32(case.mixes), f32(3)
+    compile_for_h200(run, bf16(r, s, d), y, mix, f32(r, s, s), mix, bf16(d), *mixing)

@@ -48,6 +48,9 @@ def test_golden_vectors(goldens, name, compiled):
     assert np.array_equal(bits(packed.codes), bits(g[f"{name}.bytes"]))
     assert np.array_equal(bits(packed.scales), bits(g[f"{name}.scale_bytes"]))
     assert np.array_equal(bits(packed.dequantize()), bits(g[f"{name}.dequant"]))
+    rounded = compiling.jit(encoding.rounded) if compiled else encoding.rounded
+    values = rounded(jnp.asarray(g[f"{name}.{source}"]))
+    assert np.array_equal(bits(values), bits(g[f"{name}.dequant"]))
     assert packed.shape == g[f"{name}.{source}"].shape
     assert packed.nbytes == g[f"{name}.bytes"].nbytes + g[f"{name}.scale_bytes"].nbytes
 
