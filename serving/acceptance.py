@@ -6,6 +6,8 @@ draw of the plain sampler: the drawn token is compared with d, and if it differs
 With its seeds a request gets the very tokens that it would get without drafts.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -22,14 +24,14 @@ def accept(
     live: Array,
     *,
     logprobs: int,
-    counts: Array | None = None,
+    counts: Callable[[], Array] | None = None,
 ) -> tuple[Sampled, Array]:
     """The tokens of a block [B, T], and how many drafts int32 [B] they confirm.
 
     logits f32 [B, T, V]: row 0 follows the newest token, row i draft i - 1. position int32 [B]: of
-    the token after row 0. drafts int32 [B, T-1], of which ``live`` int32 [B] count. counts int32
-    [B, V] up to row 0; within the block they go on with the drafts. A token behind the first that
-    differs from its draft means nothing.
+    the token after row 0. drafts int32 [B, T-1], of which ``live`` int32 [B] count. counts: gives
+    int32 [B, V] up to row 0; within the block they go on with the drafts. A token behind the first
+    that differs from its draft means nothing.
     """
     b, t, _ = logits.shape
     if t == 1:  # XLA's partitioner does not survive the empty arrays of the general form
@@ -37,9 +39,8 @@ def accept(
         return jax.tree.map(lambda leaf: leaf[:, None], sampled), jnp.zeros(b, jnp.int32)
     flat = jax.tree.map(lambda leaf: jnp.repeat(leaf, t, axis=0), sampling)
     places = (position[:, None] + jnp.arange(t)).reshape(-1)
-    if counts is not None:
-        counts = _block_counts(counts, drafts).reshape(b * t, -1)
-    sampled = sample(logits.reshape(b * t, -1), flat, places, logprobs=logprobs, counts=counts)
+    every = counts and (lambda: _block_counts(counts(), drafts).reshape(b * t, -1))
+    sampled = sample(logits.reshape(b * t, -1), flat, places, logprobs=logprobs, counts=every)
     sampled = jax.tree.map(lambda leaf: leaf.reshape(b, t, *leaf.shape[1:]), sampled)
     agree = (sampled.token[:, :-1] == drafts) & (jnp.arange(t - 1) < live[:, None])
     return sampled, jnp.sum(jnp.cumprod(agree, axis=1, dtype=jnp.int32), axis=1)

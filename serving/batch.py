@@ -122,8 +122,8 @@ def everything(rows: int, vocab_size: int) -> np.ndarray:
 def neutral_sampling(
     count: int, stop_ids: int, bias_ids: int | None, vocab_size: int | None = None
 ) -> Sampling:
-    """Greedy sampling parameters [count]; rules that change nothing, or none if ``bias_ids`` is
-    None. vocab_size: None for rules without ``allowed``.
+    """Greedy sampling parameters [count] that report the best ids; rules that change nothing, or
+    none if ``bias_ids`` is None. vocab_size: None for rules without ``allowed``.
     """
 
     def column(fill: float, dtype: type = np.float32, *width: int) -> np.ndarray:
@@ -147,5 +147,6 @@ def neutral_sampling(
         top_p=column(1),
         seed=column(0, np.uint32),
         min_p=column(0),
+        reports=np.ones(count, bool),
         rules=rules,
     )

@@ -16,6 +16,7 @@ from dsv41_jax.model import Features, Model
 from dsv41_jax.ops import Ops
 from dsv41_jax.rows import Rows
 from serving.buckets import DecodeBatch
+from serving.filters import highest
 from serving.logit_rules import counted
 from serving.sampler import RowScores, Sampled, Sampling, sample
 
@@ -132,7 +133,8 @@ def _first_token(
     """
     batch, last = jnp.arange(rows.length.shape[0]), jnp.maximum(rows.length - 1, 0)
     logits = model.scores(ops, features.normed[batch, last])
-    counts = None if cache.counts is None else cache.counts[rows.slot]
+    table = cache.counts
+    counts = None if table is None else lambda: table[rows.slot]
     position = rows.start + rows.length
     sampled = sample(logits, sampling, position, logprobs=logprobs, counts=counts)
     sampled = ops.agree(sampled)
@@ -161,6 +163,6 @@ def prefill_scored(
     features, cache = model.layers_over(ops, rows, cache)
     normalized = jax.nn.log_softmax(model.scores(ops, features.normed), axis=-1)
     picked = jnp.take_along_axis(normalized, targets[..., None], axis=-1)[..., 0]
-    best, ids = jax.lax.top_k(normalized, logprobs)
+    best, ids = highest(normalized, logprobs)
     cache, sampled = _first_token(model, ops, cache, rows, features, sampling, logprobs)
     return cache, sampled, RowScores(picked, ids, best)

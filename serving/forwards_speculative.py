@@ -79,7 +79,8 @@ def verify(
         rows = replace(rows, length=jnp.minimum(rows.length, 1 + chosen))
     features, cache = model.layers_over(ops, rows, cache)
     logits = model.scores(ops, features.normed)
-    counts = None if cache.counts is None else cache.counts[rows.slot]
+    table = cache.counts
+    counts = None if table is None else lambda: table[rows.slot]
     live = jnp.maximum(rows.length - 1, 0)
     following = rows.start + 1
     sampled, accepted = accept(

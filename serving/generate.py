@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from dsv41_jax.checkpoint.load import load_model
 from dsv41_jax.checkpoint.read import read_config
 from dsv41_jax.command import exit_status, progress_line
 from dsv41_jax.config import Config
+from dsv41_jax.engram_shared import DIRECTORY, share_tables
 from dsv41_jax.errors import UserError
 from dsv41_jax.model import Model
 from dsv41_jax.moe import repack_experts
 from dsv41_jax.ops import Ops
 from dsv41_jax.prompt import parse_token_ids, prompt_ids, read_text
 from dsv41_jax.score import default_numerics
+from dsv41_jax.shared_copy import SharedCopy
 from dsv41_jax.tokenizer import Tokenizer
 from pallas_kernels.dispatch import KINDS
 from pallas_kernels.numerics import MODES, Numerics
@@ -36,23 +39,33 @@ from sharding.processes import join
 from sharding.repack import repack_placed
 
 MAX_LOGPROBS = 20
-ENGRAM = {"hbm": "device", "host": "host"}
+ENGRAM = {"hbm": "device", "host": "host", "shared": "host"}
 ENGRAM_HELP = (
-    "Engram tables: hbm (default), spread over the devices, or host: mapped files, one copy for all"
-    " devices; rows are fetched before each step, which therefore waits for the tokens before it"
+    "Engram tables: hbm (default), spread over the devices; host: mapped files of the checkpoint;"
+    " or shared[:DIR]: one checked copy in shared memory (default: /dev/shm) for all processes of"
+    " this machine. From host and shared, rows are fetched before each step, which therefore waits"
+    " for the tokens before it"
 )
 LAYOUT_HELP = "devices: tp8, dep8, tp4xdp2, ... (default: tp1)"
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint ready to run. peers: kernels of its sums over tensor ranks, "" for ``psum``."""
+    """A checkpoint ready to run. peers: kernels of its sums over tensor ranks, "" for ``psum``.
+    tables: the copy of its Engram tables that processes share, if they do.
+    """
 
     model: Model
     tokenizer: Tokenizer
     ops: Ops
     placement: Placement | None = None
     peers: str = ""
+    tables: SharedCopy | None = None
+
+    def close(self) -> None:
+        """Let go of the shared tables; nothing may run any more."""
+        if self.tables is not None:
+            self.tables.close()
 
     @property
     def data_ranks(self) -> int:
@@ -72,13 +85,14 @@ def load(
     """Model, tokenizer and operations of a checkpoint directory, on the devices of a layout;
     UserError names whatever is wrong with it, or with the layout before anything is loaded.
     speculation: the draft stages must be there. all_reduce: of ``sharding.all_reduce.KINDS``.
-    engram: of ``ENGRAM``, where the tables are.
+    engram: what ``engram_place`` takes, where the tables are.
     """
+    kind, shared_in = engram_place(engram)
     cfg = read_config(checkpoint)
     placement = _placement(layout, cfg)
     peers = peer_kernels(all_reduce, placement, numerics, kernels)
     division, sums = placement.division if placement else layout, "peer" if peers else "psum"
-    ops, where = build_ops(division, numerics, kernels, sums), ENGRAM[engram]
+    ops, where = build_ops(division, numerics, kernels, sums), ENGRAM[kind]
     if placement is None:
         model = load_model(checkpoint, numerics=numerics, speculation=speculation, engram=where)
         repack_experts(model, kernels)
@@ -87,7 +101,18 @@ def load(
             checkpoint, placement, numerics=numerics, speculation=speculation, engram=where
         )
         repack_placed(model, placement, kernels)
-    return Loaded(model, Tokenizer.from_dir(checkpoint, cfg), ops, placement, peers)
+    tables = share_tables(model, shared_in, progress=progress_line) if shared_in else None
+    return Loaded(model, Tokenizer.from_dir(checkpoint, cfg), ops, placement, peers, tables)
+
+
+def engram_place(text: str) -> tuple[str, Path | None]:
+    """A key of ``ENGRAM`` and the folder that tables are shared in, from ``shared:DIR`` or the key;
+    UserError for anything else.
+    """
+    kind, colon, folder = text.partition(":")
+    if kind not in ENGRAM or (colon and (kind != "shared" or not folder)):
+        raise UserError(f"engram {text!r}: must be one of {', '.join(ENGRAM)}, shared:DIR")
+    return kind, (Path(folder) if folder else DIRECTORY) if kind == "shared" else None
 
 
 def _placement(layout: str, cfg: Config) -> Placement | None:
@@ -151,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--layout", default="tp1", metavar="NAME", help=LAYOUT_HELP)
     parser.add_argument("--all-reduce", choices=ALL_REDUCES, default="auto", help=ALL_REDUCE_HELP)
-    parser.add_argument("--engram", choices=ENGRAM, default="hbm", help=ENGRAM_HELP)
+    parser.add_argument("--engram", default="hbm", metavar="WHERE", help=ENGRAM_HELP)
     add_process_options(parser)
     add_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -185,9 +210,11 @@ def _generate(arguments: argparse.Namespace) -> None:
         placement=loaded.placement,
         peers=loaded.peers,
     )
-    engine.warm_up(progress=progress_line)
     first = arguments.process_id == 0  # of several that do the same
-    sequence = engine.run([request], on_token=_show if first and not arguments.json else None)[0]
+    with closing(loaded), closing(engine):
+        engine.warm_up(progress=progress_line)
+        on_token = _show if first and not arguments.json else None
+        sequence = engine.run([request], on_token=on_token)[0]
     if not first:
         return
     if arguments.json:
@@ -252,6 +279,7 @@ def _request(arguments: argparse.Namespace, loaded: Loaded, prompt: list[int]) -
         top_p=arguments.top_p,
         seed=arguments.seed,
         stop_ids=() if arguments.ignore_eos else (cfg.eos_token_id,),
+        logprobs=arguments.logprobs,
     )
 
 

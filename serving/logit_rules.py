@@ -31,6 +31,14 @@ class LogitRules:
     allowed: Array | None = None
 
 
+def changes(rules: LogitRules, position: Array) -> Array:
+    """bool [B]: whether ``adjusted`` may change something of a row."""
+    found = (rules.repetition != 1) | (rules.frequency != 0) | (rules.presence != 0)
+    found |= jnp.any(rules.bias_ids >= 0, axis=1)
+    found |= (position < rules.min_position) & jnp.any(rules.stop_ids >= 0, axis=1)
+    return found if rules.allowed is None else found | jnp.any(rules.allowed != -1, axis=1)
+
+
 def adjusted(logits: Array, rules: LogitRules, counts: Array, position: Array) -> Array:
     """float32 logits [B, V] after the rules. counts int32 [B, V]: GENERATED times the occurrences
     in the output, plus PROMPT if the id occurs in the prompt. position int32 [B]: of the token to

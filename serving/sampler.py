@@ -1,19 +1,22 @@
 """Sampling on the device: greedy, temperature, top-k, top-p, seeds, log probabilities."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from serving.logit_rules import LogitRules, adjusted
+from serving.filters import highest, kept
+from serving.logit_rules import LogitRules, adjusted, changes
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampling:
     """Per request: temperature f32 [B] (0: greedy), top_k int32 [B] (0: all), top_p f32 [B], seed
-    uint32 [B], min_p f32 [B] (0: all). rules None: the logits are taken as they are.
+    uint32 [B], min_p f32 [B] (0: all), reports bool [B]: whether it wants the best ids. rules None:
+    the logits are taken as they are.
     """
 
     temperature: Array
@@ -21,6 +24,7 @@ class Sampling:
     top_p: Array
     seed: Array
     min_p: Array
+    reports: Array
     rules: LogitRules | None = None
 
 
@@ -28,7 +32,7 @@ class Sampling:
 @dataclass(frozen=True)
 class Sampled:
     """token int32 [B], its logprob f32 [B]; the best n ids int32 [B, n] and their logprobs f32 [B,
-    n].
+    n], the first ids and -inf where a request does not report them.
     """
 
     token: Array
@@ -53,43 +57,67 @@ def sample(
     position: Array,
     *,
     logprobs: int,
-    counts: Array | None = None,
+    counts: Callable[[], Array] | None = None,
 ) -> Sampled:
     """One token of each row of float32 logits [B, V], for position int32 [B].
 
     Greedy takes the lowest id among equals. A random draw depends on the row's logits, seed and
     position alone, not on its neighbours. Log probabilities are those of the unfiltered logits at
-    temperature 1.
+    temperature 1. counts: gives int32 [B, V], see ``adjusted``; needed with rules. What no row of
+    the batch asks for is not computed.
     """
-    ruled = logits
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    token = jax.lax.cond(
+        _more_than_best(sampling, position),
+        lambda: _chosen(logits, sampling, position, counts),
+        lambda: best,
+    )
+    top = jnp.take_along_axis(logits, best[:, None], axis=1)
+    shifted = logits - top
+    total = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True))
+    picked = jnp.take_along_axis(logits, token[:, None], axis=1) - top - total
+    alternatives = _alternatives(shifted, total, sampling.reports, logprobs)
+    return Sampled(token, picked[:, 0], *alternatives)
+
+
+def _more_than_best(sampling: Sampling, position: Array) -> Array:
+    """bool []: whether some row needs more than the id of its highest logit."""
+    asked = jnp.any(sampling.temperature > 0)
+    return asked if sampling.rules is None else asked | jnp.any(changes(sampling.rules, position))
+
+
+def _chosen(
+    logits: Array, sampling: Sampling, position: Array, counts: Callable[[], Array] | None
+) -> Array:
+    """Tokens int32 [B] under every option."""
     if sampling.rules is not None:
         assert counts is not None
-        ruled = adjusted(logits, sampling.rules, counts, position)
-    drawn = jax.vmap(_draw)(ruled, replace(sampling, rules=None), position)
-    token = jnp.where(sampling.temperature > 0, drawn, jnp.argmax(ruled, axis=-1))
-    token = token.astype(jnp.int32)
-    normalized = jax.nn.log_softmax(logits, axis=-1)
-    top_logprobs, top_ids = jax.lax.top_k(normalized, logprobs)
-    picked = jnp.take_along_axis(normalized, token[:, None], axis=1)[:, 0]
-    return Sampled(token, picked, top_ids, top_logprobs)
+        logits = adjusted(logits, sampling.rules, counts(), position)
+    random = sampling.temperature > 0
+    heat = jnp.where(random, sampling.temperature, 1)[:, None]
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / heat
+    top_k, top_p = jnp.where(random, sampling.top_k, 0), jnp.where(random, sampling.top_p, 1)
+    within = kept(scaled, top_k, top_p, sampling.min_p)
+    drawn = jax.vmap(_draw)(jnp.where(within, scaled, -jnp.inf), sampling.seed, position)
+    return jnp.where(random, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
 
 
-def _draw(logits: Array, sampling: Sampling, position: Array) -> Array:
-    scaled = (logits - jnp.max(logits)) / jnp.where(
-        sampling.temperature > 0, sampling.temperature, 1
-    )
-    key = jax.random.fold_in(jax.random.key(sampling.seed), position)
-    return jax.random.categorical(key, jnp.where(_kept(scaled, sampling), scaled, -jnp.inf))
+def _draw(logits: Array, seed: Array, position: Array) -> Array:
+    return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), logits)
 
 
-def _kept(scaled: Array, sampling: Sampling) -> Array:
-    """The ids that top-k, then top-p leave; the id that crosses top_p stays, and the best id always
-    does.
+def _alternatives(shifted: Array, total: Array, reports: Array, count: int) -> tuple[Array, Array]:
+    """Ids int32 [B, n] and log probabilities f32 [B, n] of the best ``count`` ids of the rows that
+    report them; the first ids and -inf of others.
     """
-    order = jnp.argsort(-scaled, stable=True)
-    rank = jnp.arange(scaled.shape[0])
-    within_k = (sampling.top_k <= 0) | (rank < sampling.top_k)
-    p = jax.nn.softmax(jnp.where(within_k, scaled[order], -jnp.inf))
-    within_p = (jnp.cumsum(p) - p < sampling.top_p) | (rank == 0) | (sampling.top_p >= 1)
-    within_min = scaled[order] >= scaled[order[0]] + jnp.log(sampling.min_p)
-    return jnp.zeros(scaled.shape, bool).at[order].set(within_k & within_p & within_min)
+
+    def best() -> tuple[Array, Array]:
+        reported = jnp.where(reports[:, None], shifted - total, -jnp.inf)
+        values, ids = highest(reported, count)
+        return ids, values
+
+    def nothing() -> tuple[Array, Array]:
+        shape = shifted.shape[0], count
+        return jax.lax.broadcasted_iota(jnp.int32, shape, 1), jnp.full(shape, -jnp.inf)
+
+    return jax.lax.cond(jnp.any(reports), best, nothing) if count else nothing()

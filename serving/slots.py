@@ -30,6 +30,7 @@ class SlotTable:
         self.batch.slot[:rows] = np.arange(rows) % slots
         self.batch.active[:rows] = True
         self.sampling = neutral_sampling(rows + 1, stop_ids, bias_ids)
+        self.sampling.reports[:] = False
         self._pages = np.zeros(rows + 1, np.int32)
 
     def assign(self, sequence: Sequence, *, replay: bool) -> None:
@@ -55,6 +56,7 @@ class SlotTable:
     def _assign_sampling(self, row: int, request: Request, length: int) -> None:
         for name in ("temperature", "top_k", "top_p", "seed", "min_p"):
             getattr(self.sampling, name)[row] = getattr(request, name)
+        self.sampling.reports[row] = bool(request.logprobs)
         rules = self.sampling.rules
         assert rules is not None
         rules.repetition[row] = request.repetition_penalty

@@ -14,8 +14,8 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ from serving.bench.forward_launches import kernels as launched
 from serving.bench.forward_model import kinds, measured_model
 from serving.bench.forward_routing import new_tables
 from serving.bench.forward_weights import random_sets, weight_sets
+from serving.buckets import Bucket
 from serving.speculative import Speculation
 from sharding.build import build_ops
 from sharding.place import REPLICATED, place
@@ -102,21 +103,20 @@ def run(arguments: argparse.Namespace) -> None:
         f" ({', '.join(kinds(cfg))}), {check.sets} weight sets, serving numerics,"
         f" kernels {arguments.kernels} against the reference"
     )
-    want = check.results("reference")
-    got = check.results(arguments.kernels)
     failed = 0
-    for case in check.cases:
+    for case, values in check.compared(arguments.kernels):
         limit = check.limit(case)
-        print(f"{case.key}: {limit}")
-        for value in check.values(case, got[case.key], want[case.key]):
+        print(f"{case.key}: {limit}", flush=True)
+        for value in values:
             ok = value.within(limit)
             failed += not ok
-            print(f"  {'ok  ' if ok else 'FAIL'} {value}")
+            print(f"  {'ok  ' if ok else 'FAIL'} {value}", flush=True)
     print(f"{failed} values are outside their limits")
     if failed:
         raise SystemExit(1)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Result:
     """Of a case: what its dispatches kept, and the cache behind the last."""
@@ -125,10 +125,38 @@ class Result:
     cache: Cache
 
 
+@dataclass
+class Side:
+    """Programs of one kind of kernels, compiled in the background."""
+
+    kernels: str
+    programs: KeptPrograms
+    params: Any
+    pool: ThreadPoolExecutor
+    compiled: dict[tuple, Future[Any]] = field(default_factory=dict)
+
+    def compile(self, dispatches: list[Dispatch]) -> None:
+        for dispatch in dispatches:
+            key = dispatch.program, dispatch.bucket
+            if key not in self.compiled:
+                self.compiled[key] = self.pool.submit(self._compiled, *key)
+
+    def _compiled(self, name: str, bucket: Bucket) -> Any:
+        began = time.perf_counter()
+        made = self.programs.traced(name, bucket).lower().compile(OPTIONS)
+        shape = f"{name} {bucket.requests} x {bucket.rows}"
+        progress_line(f"{self.kernels}: compiled {shape}: {time.perf_counter() - began:.1f} s")
+        return made
+
+    def executable(self, dispatch: Dispatch) -> Any:
+        return self.compiled[dispatch.program, dispatch.bucket].result()
+
+    def launched(self) -> dict[str, int]:
+        return launched("".join(made.result().as_text() for made in self.compiled.values()))
+
+
 class Check:
-    """Cases through the programs of one kind of kernels after another. UserError for cases that do
-    not read.
-    """
+    """Cases through the programs of two kinds of kernels. UserError for cases that do not read."""
 
     def __init__(self, cfg: Config, sets: int, cases: tuple[str, ...], jobs: int):
         parsed = [parse_case(text) for text in cases]
@@ -154,44 +182,41 @@ class Check:
         """The cache in front of a case's first dispatch."""
         return self._fill(jnp.asarray(lengths_of(self.shape.slots, self.dispatches(case))))
 
-    def results(self, kernels: str) -> dict[str, Result]:
-        """By the case's key; the weights are held no longer than this."""
-        return self.results_with(build_ops("tp1", SERVING, kernels), kernels)
+    def compared(self, kernels: str) -> Iterator[tuple[Case, Iterator[Compared]]]:
+        """Case by case, as soon as its programs are compiled; both kinds of weights are held."""
+        with ThreadPoolExecutor(self.jobs) as pool:
+            reference, ours = sides = [
+                self.side(build_ops("tp1", SERVING, kind), kind, pool)
+                for kind in ("reference", kernels)
+            ]
+            for case in self.cases:
+                for side in sides:
+                    side.compile(self.dispatches(case))
+            for case in self.cases:
+                want = self.result(reference, case)
+                yield case, self.values(case, self.result(ours, case), want)
+            progress_line(f"{kernels}: Mosaic kernels {ours.launched() or 'none'}")
 
-    def results_with(self, ops: Ops, kernels: str) -> dict[str, Result]:
-        """As ``results``, of given operations that read weights as ``kernels`` does."""
+    def side(self, ops: Ops, kernels: str, pool: ThreadPoolExecutor) -> "Side":
+        """Weights as ``kernels`` reads them, and the programs of given operations."""
         began = time.perf_counter()
         sets = weight_sets(self.cfg, SERVING, self.placement, self.sets, kernels, draft=True)
         params = {
-            "weights": random_sets(sets, kernels),
+            "weights": jax.block_until_ready(random_sets(sets, kernels)),
             "routing": self.placement.put(self.tables, REPLICATED),
         }
         programs = KeptPrograms(sets, ops, self.shape, self.tables, Speculation())
         self._fill = self._fill or filled_cache(programs)
-        compiled = self._compiled(programs)
-        found = {case.key: self._result(programs, params, compiled, case) for case in self.cases}
-        names = launched("".join(made.as_text() for made in compiled.values()))
-        progress_line(
-            f"{kernels}: {len(compiled)} programs in {time.perf_counter() - began:.0f} s,"
-            f" Mosaic kernels {names or 'none'}"
-        )
-        return jax.block_until_ready(found)
+        progress_line(f"{kernels}: weights in {time.perf_counter() - began:.0f} s")
+        return Side(kernels, programs, params, pool)
 
-    def _compiled(self, programs: KeptPrograms) -> dict[tuple, Any]:
-        plan = [dispatch for case in self.cases for dispatch in self.dispatches(case)]
-        wanted = list(dict.fromkeys((d.program, d.bucket) for d in plan))
-        with ThreadPoolExecutor(self.jobs) as pool:
-            made = pool.map(lambda one: programs.traced(*one).lower().compile(OPTIONS), wanted)
-            return dict(zip(wanted, made, strict=True))
-
-    def _result(self, programs: KeptPrograms, params: Any, compiled: Any, case: Case) -> Result:
+    def result(self, side: "Side", case: Case) -> Result:
         cache, kept = self.filled(case), []
         for dispatch in self.dispatches(case):
-            inputs = programs.put(program_inputs(self.cfg, dispatch, case.replay))
-            executable = compiled[dispatch.program, dispatch.bucket]
-            cache, values = executable(params, cache, *inputs)
+            inputs = side.programs.put(program_inputs(self.cfg, dispatch, case.replay))
+            cache, values = side.executable(dispatch)(side.params, cache, *inputs)
             kept.append(values)
-        return Result(kept, cache)
+        return jax.block_until_ready(Result(kept, cache))
 
     def values(self, case: Case, got: Result, want: Result) -> Iterator[Compared]:
         for dispatch, one, two in zip(self.dispatches(case), got.kept, want.kept, strict=True):

@@ -6,15 +6,22 @@ output says so. Cases that a ``--json`` file already holds are not measured agai
 
 python -m serving.bench forward --preset flash --batch 1,8,32,128 --context 8192,131072
 python -m serving.bench forward --phase prefill --rows 1024,8192,32768 --json results.json
+python -m serving.bench forward --phase verify,draft --routing balanced,zipf --no-layer-times
 python -m serving.bench forward --layout tp8,dep8 --phase verify --json layouts.json
 python -m serving.bench forward --case mix=2048,32*1@8192 --routing zipf
+python -m serving.bench forward --batch 1,32 --context 8192 --no-layer-times --profile kernels.json
+
+XLA's own switches come from the environment, for instance graphs whose branches run at once:
+
+XLA_FLAGS=--xla_gpu_command_buffer_scheduling_mode=CONCURRENT python -m serving.bench forward ...
 """
 
 import argparse
 import os
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 
@@ -35,6 +42,7 @@ from serving.bench.forward_floor import Floors
 from serving.bench.forward_layout import LayoutBench, check_sums, layout_lines
 from serving.bench.forward_measure import Bench
 from serving.bench.forward_model import measured_model
+from serving.bench.forward_profile import profile_lines
 from serving.bench.forward_report import (
     Row,
     case_line,
@@ -59,6 +67,7 @@ from sharding.plot import plotting
 _MEMORY_FRACTION = "0.95"
 WHOLE = 8  # devices that hold the released model
 ALL_ROWS = 10**9
+_WAVE = 8  # executables; those of a prompt in all its configurations are five
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -86,7 +95,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--chunk", type=int, default=8192, help="rows a prompt's dispatch (8192)")
     parser.add_argument("--replay", choices=("on", "off"), help="of prompts; default: both")
-    parser.add_argument("--routing", choices=ROUTINGS, default="random")
+    parser.add_argument(
+        "--routing", default="random", metavar="A,B", help=f"of {', '.join(ROUTINGS)} (random)"
+    )
     parser.add_argument(
         "--case", action="append", default=[], metavar="NAME=[N*]Q[@K][c][:D],...",
         help="instead of --phase: N requests of Q tokens that reach position K, chunked, D drafts",
@@ -105,6 +116,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="the same numbers; read first if it exists")
     parser.add_argument("--plot", metavar="FILE.png", help="times beside their floors")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="also trace each case: kernels by name, layers by kind"
+    )
     parser.set_defaults(run=run)
 
 
@@ -120,15 +134,18 @@ def run(arguments: argparse.Namespace) -> None:
         rows = plan.measured()
         device = jax.devices()[0].device_kind
         if picture:
-            plot(rows, f"{device}, {plan.routing} routing", picture)
+            plot(rows, f"{device}, {arguments.routing} routing", picture)
         print("\n".join([f"{device}, jax {jax.__version__}", *plan.notes, ""]))
         shown = [*tables(rows, hardware(arguments.hardware).label), *layout_lines(rows)]
+        shown += profile_lines(plan.profiles)
         print("\n".join(shown))
 
 
 @dataclass
 class Plan:
-    """What to measure. notes: what a reader of the figures has to know."""
+    """What to measure. notes: what a reader of the figures has to know. profiles: of the cases,
+    if a file for them is given.
+    """
 
     cfg: Config
     cases: list[Case]
@@ -137,24 +154,29 @@ class Plan:
     numerics: Numerics
     kernels: str
     all_reduce: str
-    routing: str
+    routings: list[str]
     machine: str
     chunk: int
     jobs: int
     layer_times: bool
     json: str | None
+    profile: str | None
     notes: list[str]
+    profiles: list[Row] = field(default_factory=list)
 
     def measured(self) -> list[Row]:
         """Rows of all cases, those of an earlier run first."""
         rows = read_rows(self.json)
-        done = {(row["layout"], row["routing"], row["case"]) for row in rows}
         for placement in self.placements:
-            name = placement.division.layout.name
-            left = [c for c in self.cases if (name, self.routing, c.key) not in done]
-            if left:
+            if left := [case for case in self.cases if self._left(rows, placement, case)]:
                 self._measure(placement, left, rows)
         return rows
+
+    def _left(self, rows: list[Row], placement: Placement, case: Case) -> list[str]:
+        """The routings for which no row has this case."""
+        name = placement.division.layout.name
+        done = [row["routing"] for row in rows if (row["layout"], row["case"]) == (name, case.key)]
+        return [routing for routing in self.routings if routing not in done]
 
     def _measure(self, placement: Placement, cases: list[Case], rows: list[Row]) -> None:
         count, draft = min(self.weight_sets, self.cfg.num_hidden_layers), _drafts(cases)
@@ -163,33 +185,65 @@ class Plan:
         weights = jax.block_until_ready(random_sets(sets, self.kernels))
         load_s = time.perf_counter() - began
         self._note_weights(sets, nbytes(weights), load_s)
-        tables = new_tables(self.cfg, self.routing, count, draft=draft)
-        params = {"weights": weights, "routing": placement.put(tables, REPLICATED)}
-        name = placement.division.layout.name
+        runs = []
+        for routing in self.routings:
+            tables = new_tables(self.cfg, routing, count, draft=draft)
+            params = {"weights": weights, "routing": placement.put(tables, REPLICATED)}
+            runs.append((params, Floors(sets, hardware(self.machine), routing)))
         bench_of = LayoutBench(sets, self.kernels, self.all_reduce)
-        floors = Floors(sets, hardware(self.machine), self.routing)
+        # A layer by itself has no memory for peer-to-peer sums.
+        single = self.layer_times and not bench_of.peers
+        if single != self.layer_times:
+            self.notes.append(f"{bench_of.name}: no single layers beside peer-to-peer sums")
         for drafting in (False, True):
             ours = [case for case in cases if _drafts([case]) is drafting]
             if not ours:
                 continue
             speculation = Speculation() if drafting else None
             programs = bench_of.programs(cache_shape(ours), tables, speculation)
-            # A layer by itself has no memory for peer-to-peer sums.
-            single = self.layer_times and not bench_of.peers
-            if single != self.layer_times:
-                self.notes.append(f"{name}: no single layers beside peer-to-peer sums")
-            bench = Bench(programs, params, floors, self.chunk, single)
-            began = time.perf_counter()
-            bench.compile(ours, self.jobs)
-            times = {"load_s": load_s, "compile_s": time.perf_counter() - began}
-            for case in ours:
-                row = row_of(bench.run(case), name, self.routing)
-                check_sums(bench.compiled)
-                row |= {key: round(seconds, 1) for key, seconds in times.items()}
-                row |= bench_of.columns(row, bench.dispatches(case)[0].bucket)
-                rows.append(row | {"bytes_per_device": bench_of.memory(programs)})
-                progress_line(case_line(rows[-1]))
-                write_rows(self.json, rows, self.notes)
+            (params, floors), traces = runs[0], self.profile is not None
+            bench = Bench(programs, params, floors, self.chunk, single, traces)
+            for wave in _waves(bench, ours):
+                began = time.perf_counter()
+                bench.compile(wave, self.jobs)
+                times = {"load_s": load_s, "compile_s": time.perf_counter() - began}
+                for run in runs:
+                    bench.route(*run)
+                    self._run(bench, bench_of, wave, rows, times)
+
+    def _run(
+        self,
+        bench: Bench,
+        bench_of: LayoutBench,
+        cases: list[Case],
+        rows: list[Row],
+        times: dict[str, float],
+    ) -> None:
+        """Adds the rows of cases that are compiled, and writes all rows after each."""
+        routing = bench.floors.routing
+        for case in cases:
+            if routing not in self._left(rows, bench_of.sets.placement, case):
+                continue
+            rows.append(self._row(bench, bench_of, case, times))
+            progress_line(f"{routing} routing, {case_line(rows[-1])}")
+            write_rows(self.json, rows, self.notes)
+            self._add_profile(bench, case, rows[-1])
+
+    def _row(self, bench: Bench, bench_of: LayoutBench, case: Case, times: dict[str, float]) -> Row:
+        row = row_of(bench.run(case), bench_of.name, bench.floors.routing)
+        check_sums(bench.compiled)
+        row |= {key: round(seconds, 1) for key, seconds in times.items()}
+        row |= bench_of.columns(row, bench.dispatches(case)[0].bucket)
+        return row | {"bytes_per_device": bench_of.memory(bench.programs)}
+
+    def _add_profile(self, bench: Bench, case: Case, row: Row) -> None:
+        if self.profile is None or not row["measured"]:
+            return
+        place = {name: row[name] for name in ("case", "layout", "routing")}
+        for found in bench.profiled(case, row["us"]):
+            self.profiles.append(place | found)
+            write_rows(self.profile, self.profiles, self.notes)
+        progress_line(f"{row['case']}: traced")
 
     def _note_weights(self, sets: WeightSets, held: int, seconds: float) -> None:
         layers, tables = self.cfg.num_hidden_layers, self.cfg.engram_num_embeddings
@@ -217,6 +271,10 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
     cfg = measured_model(Config.preset(arguments.preset), arguments.layers, engram_rows)
     placements = [place(name, cfg) for name in names]
     numerics = MODES[arguments.numerics]
+    routings = _items("--routing", arguments.routing)
+    for routing in routings:
+        if routing not in ROUTINGS:
+            raise UserError(f"--routing {routing}: must be of {', '.join(ROUTINGS)}")
     for placement in placements:
         peer_kernels(arguments.all_reduce, placement, numerics, arguments.kernels)
     cases = _cases(cfg, arguments)
@@ -239,12 +297,13 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
         numerics=numerics,
         kernels=arguments.kernels,
         all_reduce=arguments.all_reduce,
-        routing=arguments.routing,
+        routings=routings,
         machine=arguments.hardware,
         chunk=arguments.chunk,
         jobs=arguments.jobs,
         layer_times=arguments.layer_times,
         json=arguments.json,
+        profile=arguments.profile,
         notes=notes,
     )
 
@@ -268,6 +327,19 @@ def _cases(cfg: Config, arguments: argparse.Namespace) -> list[Case]:
         for name in ("batch", "context", "rows")
     )
     return list(phase_cases(cfg, phases, batches, contexts, rows, replay))
+
+
+def _waves(bench: Bench, cases: list[Case]) -> Iterator[list[Case]]:
+    """Cases that are compiled together: each wave needs a few executables, so that there are
+    results early and nothing compiles while something is timed.
+    """
+    wave: list[Case] = []
+    for case in cases:
+        if wave and len(bench.wanted([*wave, case])) > _WAVE:
+            yield wave
+            wave = []
+        wave.append(case)
+    yield wave
 
 
 def _drafts(cases: list[Case]) -> bool:

@@ -107,6 +107,10 @@ class LayoutBench:
     _collectives: dict[int, dict[str, float]] = field(default_factory=dict)
 
     @property
+    def name(self) -> str:
+        return self.sets.placement.division.layout.name
+
+    @property
     def numerics(self) -> Numerics:
         return self.sets.numerics
 
@@ -156,7 +160,7 @@ class LayoutBench:
             if devices == 4:
                 found["public"] = _PUBLIC_PROMPT
         alone = (row["phase"], row["batch"], row["context"]) == ("decode", 1, 8192)
-        if alone and self.sets.placement.division.layout.name == "tp8":
+        if alone and self.name == "tp8":
             found["public"] = _PUBLIC_STEP
         return found
 

@@ -1,7 +1,7 @@
 """Cases compiled, run and timed."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -27,20 +27,28 @@ from serving.bench.forward_layers import (
     lowered_layer,
     put_back,
 )
-from serving.bench.forward_model import kinds
-from serving.bench.forward_programs import WITHOUT_COMMAND_BUFFERS, SharedPrograms
+from serving.bench.forward_model import kind, kinds
+from serving.bench.forward_profile import STEPS, profile, traced
+from serving.bench.forward_programs import (
+    PROFILED_COMMAND_BUFFERS,
+    WITHOUT_COMMAND_BUFFERS,
+    SharedPrograms,
+)
+from serving.bench.forward_steps import Steps
 from serving.bench.forward_time import Timing, addresses, timed
 from serving.buckets import Bucket
-from serving.programs import READERS
 from sharding.hlo import Traffic, collectives
 
 _VERIFY_STEPS = 80  # within the room that a case leaves for accepted drafts
+_PLAIN, _CAPTURED, _PROFILED = 0, 1, 2
+_OPTIONS = {_PLAIN: WITHOUT_COMMAND_BUFFERS, _PROFILED: PROFILED_COMMAND_BUFFERS}
 
 
 @dataclass(frozen=True)
 class Executable:
     """What to compile: a whole program, one layer, or ("ends") what stands beside the layers.
-    detail: number of the layer, rows that are scored, or whether command buffers are on.
+    detail: number of the layer, rows that are scored, or whether command buffers are on, and stay
+    on in a profile.
     """
 
     kind: str
@@ -56,13 +64,12 @@ class Executable:
 
     @property
     def options(self) -> dict[str, Any]:
-        whole = self.kind not in ("layer", "ends")
-        return WITHOUT_COMMAND_BUFFERS if whole and not self.detail else {}
+        return {} if self.kind in ("layer", "ends") else _OPTIONS.get(self.detail, {})
 
     def __str__(self) -> str:
         name = f"layer {self.detail}" if self.kind == "layer" else self.kind
-        plain = ", no command buffers" if self.options else ""
-        return f"{name} {self.bucket.requests} x {self.bucket.rows}{plain}"
+        remark = f", {', '.join(self.options)}" if self.options else ""
+        return f"{name} {self.bucket.requests} x {self.bucket.rows}{remark}"
 
 
 @dataclass
@@ -88,7 +95,7 @@ class Measured:
 @dataclass
 class Bench:
     """Programs over one cache shape. chunk: most rows of a prompt's dispatch. layers: whether
-    single layers are timed too.
+    single layers are timed too. profiles: whether ``profiled`` will be asked for.
     """
 
     programs: SharedPrograms
@@ -96,6 +103,7 @@ class Bench:
     floors: Floors
     chunk: int
     layers: bool
+    profiles: bool = False
     compiled: dict[Executable, Any] = field(default_factory=dict)
     _parts: dict[tuple, dict[str, Any]] = field(default_factory=dict)
 
@@ -105,16 +113,24 @@ class Bench:
     def dispatches(self, case: Case) -> list[Dispatch]:
         return dispatches(self.programs.cfg, case, self.chunk)
 
-    def compile(self, cases: Iterable[Case], jobs: int) -> None:
-        """Everything that the cases need, several at a time; why something could not be compiled
-        is kept in its place.
-        """
-        wanted: dict[Executable, None] = {}
+    def route(self, params: Any, floors: Floors) -> None:
+        """Go on with the tables of another routing; what is compiled stays."""
+        self.params, self.floors = params, floors
+        self._parts.clear()
+
+    def wanted(self, cases: Iterable[Case]) -> list[Executable]:
+        """Everything that the cases need and nothing has compiled yet."""
+        found: dict[Executable, None] = {}
         for case in cases:
             for dispatch in self.dispatches(case):
-                wanted[_whole(case, dispatch)] = None
-                for executable in self._of_parts(case, dispatch):
-                    wanted[executable] = None
+                found |= {_whole(dispatch, mode): None for mode in self._modes(case)}
+                found |= dict.fromkeys(self._of_parts(case, dispatch))
+        return [one for one in found if one not in self.compiled]
+
+    def compile(self, cases: Iterable[Case], jobs: int) -> None:
+        """What ``wanted`` lists, several at a time; why something could not be compiled is kept in
+        its place.
+        """
 
         def compile_one(one: Executable) -> tuple[Executable, Any]:
             began = time.perf_counter()
@@ -128,13 +144,13 @@ class Bench:
             return one, made
 
         with ThreadPoolExecutor(jobs) as pool:
-            self.compiled |= dict(pool.map(compile_one, wanted))
+            self.compiled |= dict(pool.map(compile_one, self.wanted(cases)))
 
     def run(self, case: Case) -> Measured:
         """Times of a case; its executables are compiled."""
         plan = self.dispatches(case)
         found = Measured(case, sum(self.floors.dispatch(dispatch) for dispatch in plan))
-        executables = [self.compiled[_whole(case, dispatch)] for dispatch in plan]
+        executables = [self.compiled[_whole(dispatch, int(case.captured))] for dispatch in plan]
         wanted = [part for dispatch in plan for part in self._of_parts(case, dispatch)]
         found.why = self._obstacle([*executables, *(self.compiled[part] for part in wanted)])
         if found.why:
@@ -150,11 +166,40 @@ class Bench:
         return found
 
     def _time(self, found: Measured, plan: list[Dispatch], executables: list[Any]) -> None:
-        lengths = jnp.asarray(lengths_of(self.programs.shape.slots, plan))
-        cache = self._whole(found, plan, executables, self._fill(lengths))
+        steps = self._steps(found.case, executables)
+        self._whole(found, steps)
         if self.layers and found.case.captured:
+            cache = steps.cache
             for dispatch in plan:
                 cache = self._add_parts(found, found.case, dispatch, cache)
+
+    def _steps(self, case: Case, executables: list[Any]) -> Steps:
+        """Of a case's dispatches on a filled cache."""
+        plan, cfg = self.dispatches(case), self.programs.cfg
+        cache = self._fill(jnp.asarray(lengths_of(self.programs.shape.slots, plan)))
+        inputs = [self.programs.put(program_inputs(cfg, one, case.replay)) for one in plan]
+        return Steps(self.params, cache, plan, executables, inputs)
+
+    def profiled(self, case: Case, wall_us: float) -> Iterator[dict[str, Any]]:
+        """What ``profile`` finds in a step of a case that was measured, for each way to launch its
+        kernels.
+        """
+        plan = self.dispatches(case)
+        every = layer_plan(self.programs.cfg)
+        layers = [kind(every[i]) for dispatch in plan for i in self.floors.layers(dispatch)]
+        for mode in self._modes(case):
+            executables = [self.compiled[_whole(dispatch, mode)] for dispatch in plan]
+            name = "graph" if mode == _PROFILED else "launches"
+            row = {"mode": name, "wall_us": round(wall_us, 2)}
+            if why := self._obstacle(executables):
+                yield row | {"why": why}
+            else:
+                yield row | profile(traced(self._steps(case, executables)), STEPS, layers)
+
+    def _modes(self, case: Case) -> list[int]:
+        """How whole programs of a case are compiled; a CPU has no command buffers."""
+        more = self.profiles and case.captured and jax.default_backend() == "gpu"
+        return [int(case.captured), *([_PROFILED] if more else [])]
 
     def _obstacle(self, executables: list[Any]) -> str:
         """Why they cannot run, or need more than the device has left beside a cache; else empty."""
@@ -176,38 +221,20 @@ class Bench:
             return ""
         return f"needs {needed / 1e9:.1f} GB beside weights and cache, {free / 1e9:.1f} GB are free"
 
-    def _whole(
-        self, found: Measured, plan: list[Dispatch], executables: list[Any], cache: Cache
-    ) -> Cache:
-        inputs = [
-            self.programs.put(program_inputs(self.programs.cfg, dispatch, found.case.replay))
-            for dispatch in plan
-        ]
-
-        def step() -> Any:
-            nonlocal cache
-            out = None
-            for dispatch, executable, given in zip(plan, executables, inputs, strict=True):
-                out = executable(self.params, cache, *given)
-                if dispatch.program == "encode":
-                    cache, out = out, None
-                elif dispatch.program not in READERS:
-                    cache, out = out
-            return out
-
+    def _whole(self, found: Measured, step: Steps) -> None:
         jax.block_until_ready(step())
-        before = addresses(cache)
+        before = addresses(step.cache)
+        plan = step.plan
         prompt = any(dispatch.program in ("encode", "prefill_full") for dispatch in plan)
         verifies = any(dispatch.program == "verify" for dispatch in plan)
         found.timing = timed(step, latency=prompt, most=_VERIFY_STEPS if verifies else None)
-        found.moved = _differing(before, addresses(cache))
+        found.moved = _differing(before, addresses(step.cache))
         found.results_moved = _differing(addresses(step()), addresses(step()))
         found.finite = all(
             bool(jnp.all(jnp.isfinite(leaf)))
             for leaf in jax.tree.leaves(step())
             if jnp.issubdtype(leaf.dtype, jnp.floating)
         )
-        return cache
 
     def _of_parts(self, case: Case, dispatch: Dispatch) -> list[Executable]:
         """Executables of the layers of each kind, and of the ends."""
@@ -267,8 +294,8 @@ class Bench:
         return _part(timing, self.floors.ends(dispatch), launches(executable.as_text()))
 
 
-def _whole(case: Case, dispatch: Dispatch) -> Executable:
-    return Executable(dispatch.program, dispatch.bucket, int(case.captured))
+def _whole(dispatch: Dispatch, mode: int) -> Executable:
+    return Executable(dispatch.program, dispatch.bucket, mode)
 
 
 def _ends(dispatch: Dispatch) -> Executable:

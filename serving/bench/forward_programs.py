@@ -19,6 +19,8 @@ from sharding.place import BY_RANK, REPLICATED
 
 # A graph of fewer launches is not recorded: no program reaches this.
 WITHOUT_COMMAND_BUFFERS = {"xla_gpu_graph_min_graph_size": 2**30}
+# By default XLA launches one by one what it recorded, as long as a profiler looks on.
+PROFILED_COMMAND_BUFFERS = {"xla_enable_command_buffers_during_profiling": True}
 
 
 class SharedPrograms(Programs):

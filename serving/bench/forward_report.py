@@ -102,6 +102,9 @@ def tables(rows: list[Row], machine: str) -> list[str]:
     first = list(_first_tokens(rows))
     if first:
         shown += ["", "time to the first token, measured; replay off = 1", "", *_columns(first)]
+    drafts = list(_drafts(rows))
+    if drafts:
+        shown += ["", "a draft beside the step that verifies it", "", *_columns(drafts)]
     return shown
 
 
@@ -127,6 +130,7 @@ def _parts(row: Row) -> Iterable[Row]:
         yield {
             "layout": row["layout"],
             "case": row["case"],
+            "routing": row["routing"],
             "kind": name,
             "count": part["count"],
             "us": f"{part['us']:.1f}",
@@ -136,7 +140,8 @@ def _parts(row: Row) -> Iterable[Row]:
             "x": _ratio(part["us"], part["floor_us"]),
             "launches": f"{part['launches']:.0f}",
         }
-    place, floor = {"layout": row["layout"], "case": row["case"]}, row["floor_us"]
+    place = {name: row[name] for name in ("layout", "case", "routing")}
+    floor = row["floor_us"]
     for name, us in (("sum, extrapolated", row["extrapolated_us"]), ("whole, measured", row["us"])):
         if us:
             yield {**place, "kind": name, "us": f"{us:.1f}", "floor us": f"{floor:.1f}",
@@ -162,6 +167,21 @@ def _first_tokens(rows: list[Row]) -> Iterable[Row]:
                     "faster": _ratio(off["us"], row["us"]),
                     "by layer times": _ratio(*parts) if all(parts) else "-",
                     "by floors": _ratio(off["floor_us"], row["floor_us"]),
+                }
+
+
+def _drafts(rows: list[Row]) -> Iterable[Row]:
+    """Drafts and verifications of as many requests with as many tokens."""
+    same = ("layout", "batch", "context", "routing")
+    for verify in rows:
+        for draft in rows:
+            pair = (verify["phase"], draft["phase"]) == ("verify", "draft")
+            if pair and verify["us"] and draft["us"] and all(verify[n] == draft[n] for n in same):
+                yield {
+                    **{name: verify[name] for name in same},
+                    "verify ms": _ms(verify["us"]),
+                    "draft ms": _ms(draft["us"]),
+                    "draft %": f"{100 * draft['us'] / verify['us']:.1f}",
                 }
 
 

@@ -12,7 +12,7 @@ from dsv41_jax.score import default_numerics
 from pallas_kernels.numerics import MODES
 from serving.bench.table import report
 from serving.engine import Engine
-from serving.generate import ENGRAM, ENGRAM_HELP, LAYOUT_HELP, load, prefill_shapes
+from serving.generate import ENGRAM_HELP, LAYOUT_HELP, load, prefill_shapes
 from serving.options import EngineOptions
 from serving.request import Request, check_request
 from serving.speculative import add_options, speculation_of
@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--numerics", choices=tuple(MODES))
     parser.add_argument("--layout", default="tp1", metavar="NAME", help=LAYOUT_HELP)
     parser.add_argument("--all-reduce", choices=ALL_REDUCES, default="auto", help=ALL_REDUCE_HELP)
-    parser.add_argument("--engram", choices=ENGRAM, default="hbm", help=ENGRAM_HELP)
+    parser.add_argument("--engram", default="hbm", metavar="WHERE", help=ENGRAM_HELP)
     add_options(parser)
     parser.add_argument("--json", metavar="FILE", help="also write {'rows': [...]}")
     parser.set_defaults(run=run)

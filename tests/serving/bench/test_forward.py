@@ -16,8 +16,9 @@ def measured(path, *arguments) -> dict:
 
 
 def test_decode(tmp_path, capsys):
-    path = tmp_path / "forward.json"
+    path, kernels = tmp_path / "forward.json", tmp_path / "kernels.json"
     ours = ["--batch", "2", "--no-layer-times", "--routing", "balanced"]
+    ours += ["--profile", str(kernels)]
     (row,) = (document := measured(path, *ours))["rows"]
     assert (row["phase"], row["batch"], row["rows"], row["context"]) == ("decode", 2, 1, 64)
     assert row["measured"] and row["us"] > 0 and row["samples"] >= 3
@@ -30,6 +31,14 @@ def test_decode(tmp_path, capsys):
     assert "experts in the released order" in weights and "Engram tables of no rows" in weights
     shown = capsys.readouterr().out
     assert "decode 2*1@64" in shown and "H200 SXM" in shown
+    (profile,) = json.loads(kernels.read_text())["rows"]
+    assert (profile["case"], profile["mode"]) == ("decode 2*1@64", "launches")
+    assert profile["wall_us"] == row["us"] and profile["busy_us"] <= profile["span_us"]
+    names = [one["name"] for one in profile["kernels"]]
+    assert len(set(names)) == len(names) > 10 and any("dot" in name for name in names)
+    assert sum(one["share_pct"] for one in profile["kernels"]) == pytest.approx(100, abs=1)
+    assert sum(one["launches"] for one in profile["kernels"]) == pytest.approx(profile["launches"])
+    assert "decode 2*1@64, launch by launch" in shown and names[0] in shown
     # What a file already holds is not measured again.
     assert measured(path, *ours)["rows"] == [row]
     assert "compiled" not in capsys.readouterr().err
@@ -73,16 +82,17 @@ def test_every_phase_with_the_parts(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "time to the first token, measured" in shown
     assert shown.count("sum, extrapolated") == 5
+    assert "a draft beside the step that verifies it" in shown
 
 
 @pytest.mark.slow
 def test_mixed_batches_and_a_picture(tmp_path):
     picture = tmp_path / "forward.png"
     ours = ["--case", "mix=64,2*1@40", "--replay", "on", "--plot", str(picture), "--no-layer-times"]
-    rows = measured(tmp_path / "forward.json", *ours, "--routing", "zipf")["rows"]
-    assert [row["case"] for row in rows] == [
-        "mix 1*64,2*1@40 replay on, no command buffers",
-        "mix 1*64,2*1@40 replay on",
+    rows = measured(tmp_path / "forward.json", *ours, "--routing", "zipf,balanced")["rows"]
+    cases = "mix 1*64,2*1@40 replay on, no command buffers", "mix 1*64,2*1@40 replay on"
+    assert [(row["routing"], row["case"]) for row in rows] == [
+        (routing, case) for routing in ("zipf", "balanced") for case in cases
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -94,6 +104,7 @@ def test_mixed_batches_and_a_picture(tmp_path):
         (["--batch", "0"], "--batch '0': must be a whole number"),
         (["--context", "1000"], "1000 tokens must be at most 128"),
         (["--weight-sets", "0"], "--weight-sets 0: must be at least 1"),
+        (["--routing", "zipf,x"], "--routing x: must be of balanced, random, zipf"),
         (["--layers", "5"], "lacks 4"),
         (["--case", "x"], "--case x: must be NAME"),
         (["--layout", "tp64"], "layout 'tp64': must be one of"),

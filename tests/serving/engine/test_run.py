@@ -68,7 +68,7 @@ def test_replay_against_the_goldens(idle, goldens):
     arrays = goldens("replay_fp32.npz")
     names = ("p5", "p37", "p96")
     prompts = [tuple(arrays[f"{name}.input_ids"].tolist()) for name in names]
-    results = idle.generate([Request(prompt, 9) for prompt in prompts])
+    results = idle.generate([Request(prompt, 9, logprobs=TOP) for prompt in prompts])
     for name, prompt, result in zip(names, prompts, results, strict=True):
         assert result.token_ids == arrays[f"{name}.decoder.tokens"].tolist()
         assert_logprobs(result, arrays[f"{name}.decoder.logits"], REPLAY_LOGITS_ABS)
@@ -82,7 +82,7 @@ def test_full_prefill_against_the_goldens(exact_runner, goldens):
     names = ("p96", "p5", "p37")
     prompts = [tuple(arrays[f"{name}.input_ids"].tolist()) for name in names]
     before = exact_runner.engine.compiles.count
-    results = exact_runner.generate([Request(prompt, 13) for prompt in prompts])
+    results = exact_runner.generate([Request(prompt, 13, logprobs=TOP) for prompt in prompts])
     assert exact_runner.engine.compiles.count == before
     for name, prompt, result in zip(names, prompts, results, strict=True):
         assert result.token_ids == arrays[f"{name}.decode_tokens"].tolist()

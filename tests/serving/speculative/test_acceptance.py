@@ -22,7 +22,7 @@ GUESS = (CHAIN + np.random.default_rng(6).normal(size=CHAIN.shape)).argmax(axis=
 
 @cache
 def compiled(logprobs: int = 0):
-    return jax.jit(lambda *args: accept(*args[:5], logprobs=logprobs, counts=args[5]))
+    return jax.jit(lambda *args: accept(*args[:5], logprobs=logprobs, counts=lambda: args[5]))
 
 
 def sampling_of(count: int, **values):
@@ -203,7 +203,7 @@ def test_draws_are_those_of_the_plain_sampler():
     for step in range(4):
         position = (first * 3 + step).astype(np.int32)
         token = np.asarray(
-            sample(CHAIN[token], sampling, position, logprobs=0, counts=counts).token
+            sample(CHAIN[token], sampling, position, logprobs=0, counts=lambda: counts).token
         )
         counts[np.arange(count), token] += GENERATED
         want.append(token)
