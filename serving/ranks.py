@@ -10,11 +10,15 @@ from serving.scheduler import Plan, Scheduler
 from serving.sequence import Sequence
 
 
-def assign(ranks: Items[Scheduler], sequence: Sequence) -> None:
-    """Queue a new request where the fewest prompt rows are left to encode, its own included: rows
-    that a rank has cached are not. A rank with a free slot goes first; among equals the one with
-    the fewest requests.
+def assign(ranks: Items[Scheduler], sequence: Sequence, number: int | None = None) -> None:
+    """Queue a new request on rank ``number``, where it stays. Without one, where the fewest prompt
+    rows are left to encode, its own included: rows that a rank has cached are not. A rank with a
+    free slot goes first; among equals the one with the fewest requests.
     """
+    if number is not None:
+        sequence.pinned = True
+        _queue(ranks, sequence, number)
+        return
     first_rows = [rank.first_row(sequence) for rank in ranks]
 
     def load(number: int) -> tuple[bool, int, int]:
@@ -40,14 +44,37 @@ def plan_step(ranks: Items[Scheduler]) -> Plan:
 
 
 def _use_spare_slots(ranks: Items[Scheduler]) -> None:
-    """Requests that wait for a slot move to ranks that have one to spare, the most urgent first."""
-    for number, rank in enumerate(ranks):
-        while rank.spare_slots > 0:
-            crowded = [other for other in ranks if other.waiting and other.spare_slots < 0]
-            if not crowded:
-                return
-            donor = min(crowded, key=lambda other: other.waiting[0].urgency)
-            _queue(ranks, donor.waiting.pop(0), number)
+    """Requests that wait for a slot, if they may move, go to ranks that have one to spare: the most
+    urgent first, each where the fewest of its rows are left to encode.
+    """
+    crowded = [rank for rank in ranks if rank.spare_slots < 0]
+    free = [s for rank in crowded for s in rank.waiting if not s.pinned]
+    for sequence in sorted(free, key=lambda s: s.urgency):
+        spare = [number for number, rank in enumerate(ranks) if rank.spare_slots > 0]
+        if not spare:
+            return
+        number = max(spare, key=lambda number: ranks[number].first_row(sequence))
+        own = ranks[sequence.data_rank]
+        if own.spare_slots < 0 and not _stays(sequence, own, ranks[number]):
+            own.waiting.remove(sequence)
+            _queue(ranks, sequence, number)
+
+
+def _stays(sequence: Sequence, own: Scheduler, other: Scheduler) -> bool:
+    """Whether a slot gets free on the rank that has a request's prefix before another rank could
+    have encoded that again. What a pool was asked for, another rank can load as well.
+    """
+    again = own.first_row(sequence) - other.first_row(sequence)
+    if again <= 0 or sequence.fetch is not None:
+        return False
+    rows = max(rows for _, rows in own.limits.prefill)
+    steps = sorted(
+        -(-(s.length - s.computed) // rows) + s.request.max_new_tokens - s.dispatched
+        for s in own.running
+    )
+    before = own.waiting.index(sequence) + len(own.swapped)
+    turn = before - (own.limits.slots - len(own.running))
+    return turn < 0 or (turn < len(steps) and steps[turn] <= -(-again // rows))
 
 
 def _queue(ranks: Items[Scheduler], sequence: Sequence, number: int) -> None:

@@ -8,8 +8,9 @@ requests hold until they are done.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,7 @@ class Weights:
             raise ValueError(f"block={self.block} must be at least 1")
 
 
-@dataclass(frozen=True, order=True)
-class Target:
+class Target(NamedTuple):
     """A data rank of a worker."""
 
     worker: str
@@ -110,7 +110,7 @@ class Board:
         work = weights.prefill * fresh + weights.decode * (load.active + prompt)
         return work / weights.block
 
-    def choose(self, prompt: int, overlaps: dict[Target, Overlap]) -> Target:
+    def choose(self, prompt: int, overlaps: Mapping[Target, Overlap]) -> Target:
         """The cheapest of ``overlaps``' ranks; among equals the one with the fewest requests on its
         worker, whose ranks step together, then on itself, then the one chosen longest ago.
         ``ValueError`` if none of them takes requests.

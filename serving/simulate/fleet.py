@@ -15,13 +15,13 @@ from serving.replay import adopted_hit
 from serving.request import Request
 from serving.routing.affinity import Affinity
 from serving.routing.index import Residency
-from serving.routing.score import NOTHING, Board, Overlap, Target, Weights
+from serving.routing.score import Board, Overlap, Target, Weights
 from serving.scheduler import Limits
 from serving.sequence import Sequence
 from serving.simulate.events import Events
 from serving.simulate.instance import Cost, Instance, Job
 from serving.simulate.measure import Occupancy, Record
-from serving.simulate.policies import Asked, Policy
+from serving.simulate.policies import Policy
 from serving.simulate.pool import Everything, Keys, LeastRecent, Link, keys_of
 from serving.simulate.scenario import Scenario
 from serving.simulate.sessions import Session, Source, Start
@@ -73,6 +73,9 @@ class Simulation:
             for rank in range(model.ranks)
         )
         self.board, self.homes = board, Affinity()
+        step = max(rows for _, rows in fleet.shapes)
+        self.router, self._woken_at = policy.router(board, self.homes, step), math.inf
+        self._hop_s = fleet.hop_ms / 1e3
         since = scenario.window.settle_s
         occupancy = Occupancy(fleet.instances * model.ranks, since)
         self.record = Record(since, since + scenario.window.measure_s, occupancy)
@@ -139,19 +142,47 @@ class Simulation:
         self.arrived += 1
         keys = chain.keys(prompt, len(prompt) // self.page)
         limit = (len(prompt) - 1) // self.page
-        size = len(prompt) * self.scenario.fleet.grain
-        overlaps = self._overlaps(keys[:limit]) if self.policy.looks else {}
-        asked = Asked(number, session, size, overlaps)
-        target = self.policy.place(self.board, self.homes, asked)
-        self.board.book(number, target, size, overlaps.get(target, NOTHING))
         here = self.scenario.fleet.role == "both"
         request = Request((), session.output(turn) if here else 1)
         sequence = Sequence(request, number, prompt=prompt, chain=chain)
         known = adopted_hit(self.seen.find(keys[:limit]) * self.page, self.limits.window)
-        job = Job(session, turn, sequence, target, keys, known, self.clock.now)
-        instance = int(target.worker)
-        self.instances[instance].add(job)
-        self._kick(instance)
+        job = Job(session, turn, sequence, keys, known, self.clock.now)
+        size, look = len(prompt) * self.scenario.fleet.grain, partial(self._overlaps, keys[:limit])
+        self.router.add(job, size, look, self.clock.now)
+        self._place()
+
+    def _place(self) -> None:
+        """Send on who goes to a rank now."""
+        now, router = self.clock.now, self.router
+        sent: dict[int, list[Job]] = {}
+        for placed in router.place(now):
+            job, target = placed.key, placed.target
+            assert isinstance(job, Job)
+            job.target = target
+            sent.setdefault(int(target.worker), []).append(job)
+        self.record.occupancy.hold(now, holds=len(router) > 0)
+        for number, jobs in sent.items():
+            self._hop(partial(self._add, number, jobs))
+        if router.wake_at < self._woken_at:
+            self._woken_at = router.wake_at
+            self.clock.at(router.wake_at, self._wake)
+
+    def _hop(self, call: Callable[[], None]) -> None:
+        """Do it on the other end of the way between the router and an instance."""
+        if self._hop_s:
+            self.clock.at(self.clock.now + self._hop_s, call)
+        else:
+            call()
+
+    def _wake(self) -> None:
+        self._woken_at = math.inf
+        self._place()
+
+    def _add(self, number: int, jobs: list[Job]) -> None:
+        """Requests come to an instance."""
+        for job in jobs:
+            self.instances[number].add(job)
+        self._kick(number)
 
     def _overlaps(self, keys: list[bytes]) -> dict[Target, Overlap]:
         """What of a prompt every rank has, and the pool; tokens."""
@@ -162,20 +193,18 @@ class Simulation:
 
     def _kick(self, number: int) -> None:
         """Begin a step if none is under way and there is something to do."""
-        if self._busy[number]:
-            return
         instance = self.instances[number]
-        seconds = instance.begin()
+        if not self._busy[number] and (seconds := instance.begin()) is not None:
+            self._busy[number] = True
+            self.clock.at(self.clock.now + seconds, partial(self._end, number))
         for rank in range(self.ranks):
             self.record.occupancy.change(
                 self.clock.now,
                 number * self.ranks + rank,
                 works=instance.works(rank),
-                queues=instance.queues(rank),
+                queues=instance.left_out[rank],
+                waits=instance.waits(rank),
             )
-        if seconds is not None:
-            self._busy[number] = True
-            self.clock.at(self.clock.now + seconds, partial(self._end, number))
 
     def _end(self, number: int) -> None:
         self._busy[number] = False
@@ -183,24 +212,33 @@ class Simulation:
         for job, done in got:
             self._take(job, done)
         self._store(complete)
+        self._hop(partial(self._hear, got))
         self._kick(number)
+
+    def _hear(self, got: list[tuple[Job, bool]]) -> None:
+        """The router sees tokens."""
+        for job, done in got:
+            if job.heard:
+                self.board.grown(job, self.scenario.fleet.grain)
+            else:
+                job.heard = True
+                self.router.prefilled(job, self.clock.now)
+            if done:
+                self.router.freed(job)
+        self._place()
 
     def _take(self, job: Job, done: bool) -> None:
         """A job has a token more."""
-        now, record, number = self.clock.now, self.record, job.sequence.arrival
+        now, record = self.clock.now, self.record
         grain = self.scenario.fleet.grain
         if len(job.sequence.result.token_ids) == 1:
-            self.board.prefilled(number)
             self.seen.put(job.keys)
             self._count(job)
-        else:
-            self.board.grown(number, grain)
-            if record.counts(now):
-                record.gaps_s.append((now - job.last_at) / grain)
+        elif record.counts(now):
+            record.gaps_s.append((now - job.last_at) / grain)
         job.last_at = now
         if not done:
             return
-        self.board.freed(number)
         rest = 0.0
         if self.scenario.fleet.role == "prefill":
             gap = 1 / self.scenario.fleet.decode_tokens_per_s
@@ -213,7 +251,7 @@ class Simulation:
         """A request's first token."""
         seen, grain, result = self.record.requests, self.scenario.fleet.grain, job.sequence.result
         if self.record.counts(self.clock.now):
-            seen.ttft_s.append(self.clock.now - job.arrived)
+            seen.ttft_s.append(self.clock.now + self._hop_s - job.arrived)
             seen.prompt.append(job.sequence.length * grain)
             seen.hit.append(job.sequence.hit * grain)
             seen.known.append(job.known * grain)

@@ -20,18 +20,19 @@ from serving.simulate.times import Times
 
 @dataclass(eq=False)
 class Job:
-    """Turn ``turn`` of a session on its way. known: ids of its prompt that a pool without limits
-    would have had.
+    """Turn ``turn`` of a session on its way, on the rank ``target`` once it has one. known: ids of
+    its prompt that a pool without limits would have had. heard: whether the router has seen its
+    first token.
     """
 
     session: Session
     turn: int
     sequence: Sequence
-    target: Target
     keys: list[bytes]
     known: int
     arrived: float
-    first_at: float = 0.0
+    target: Target | None = None
+    heard: bool = False
     last_at: float = 0.0
 
 
@@ -65,10 +66,11 @@ class Instance:
         self.decode_sizes = sorted(fleet.decode_sizes)
         self.jobs: dict[Sequence, Job] = {}
         self.plan: Plan | None = None
-        self.preempted = 0
+        self.left_out = [False] * len(self.ranks)
 
     def add(self, job: Job) -> None:
         """Queue a job on the data rank of its target."""
+        assert job.target is not None
         rank, sequence = self.ranks[job.target.rank], job.sequence
         sequence.data_rank = job.target.rank
         sequence.computed = rank.first_row(sequence)
@@ -77,14 +79,14 @@ class Instance:
 
     def begin(self) -> float | None:
         """Plan the next step and carry it out as far as the host knows; its seconds, None if there
-        is nothing to do.
+        is nothing to do. ``left_out``: ranks with a request that found no room in it.
         """
         plan = plan_step(self.ranks)
         self.plan = None if plan.empty else plan
+        self.left_out = [self.waits(rank) for rank in range(len(self.ranks))]
         if plan.empty:
             return None
         seconds = self._seconds(plan)
-        self.preempted += len(plan.preempt)
         for sequence in plan.resume:
             sequence.saved = None
         for chunk in plan.chunks:
@@ -121,8 +123,8 @@ class Instance:
         items = (*plan.chunks, *plan.decode) if plan else ()
         return any(item.data_rank == number for item in items)
 
-    def queues(self, number: int) -> bool:
-        """Whether a data rank has a request that could run, but for room in the step."""
+    def waits(self, number: int) -> bool:
+        """Whether a data rank has a request that is in no step and waits for no page."""
         waiting = self.ranks[number].waiting
         return any(s.fetch is None or s.fetch.waits is None for s in waiting)
 

@@ -12,47 +12,61 @@ _PERCENTILES = (50, 90, 99)
 
 @dataclass
 class Occupancy:
-    """Ranks that have nothing in the current step, and ranks with a request that found no room in
-    it, over time from ``since`` on.
+    """The share of time one rank idles while another queues, from ``since`` on.
 
-    idle_while_queued: rank-seconds of the first while there is one of the second; any: seconds in
-    which both exist; movable: rank-seconds of the fewer of the two.
+    A rank idles while it has no rows in a step of its worker: none is under way, or one of other
+    ranks alone. It queues while it has a request that could have run and found no room in the step
+    that was planned last; what comes during a step and begins with the next one does not queue, but
+    what the router holds back does, for it could be on any rank. idle_while_queued is the sum over
+    ranks of the seconds in which one idles and another queues or the router holds a request.
+    idle_while_waiting counts those that came during a step, too, on whatever rank.
     """
 
     ranks: int
     since: float
     idle_while_queued: float = 0.0
-    any: float = 0.0
-    movable: float = 0.0
+    idle_while_waiting: float = 0.0
     busy: float = 0.0
     _working: list[bool] = field(default_factory=list)
     _queued: list[bool] = field(default_factory=list)
-    _counts: tuple[int, int] = (0, 0)
+    _waiting: list[bool] = field(default_factory=list)
+    _counts: tuple[int, int, int, int] = (0, 0, 0, 0)
+    _held: bool = False
     _now: float = 0.0
 
     def __post_init__(self) -> None:
         self._working, self._queued = [False] * self.ranks, [False] * self.ranks
+        self._waiting = [False] * self.ranks
 
-    def change(self, now: float, rank: int, *, works: bool, queues: bool) -> None:
+    def change(self, now: float, rank: int, *, works: bool, queues: bool, waits: bool) -> None:
         """A rank's state from now on."""
         self.advance(now)
-        working, queued = self._counts
+        working, queued, waiting, both = self._counts
+        both += (queues and not works) - (self._queued[rank] and not self._working[rank])
         working += works - self._working[rank]
         queued += queues - self._queued[rank]
-        self._working[rank], self._queued[rank] = works, queues
-        self._counts = working, queued
+        waiting += waits - self._waiting[rank]
+        self._working[rank], self._queued[rank], self._waiting[rank] = works, queues, waits
+        self._counts = working, queued, waiting, both
+
+    def hold(self, now: float, *, holds: bool) -> None:
+        """Whether the router holds requests back from now on."""
+        self.advance(now)
+        self._held = holds
 
     def advance(self, now: float) -> None:
         """Nothing has changed up to now."""
         seconds = max(now - max(self._now, self.since), 0.0)
         self._now = now
-        working, queued = self._counts
+        working, queued, waiting, both = self._counts
         idle = self.ranks - working
         self.busy += seconds * working
-        if idle and queued:
+        if queued > 1 or self._held:
             self.idle_while_queued += seconds * idle
-            self.any += seconds
-            self.movable += seconds * min(idle, queued)
+        elif queued:
+            self.idle_while_queued += seconds * (idle - both)
+        if waiting or self._held:
+            self.idle_while_waiting += seconds * idle
 
 
 @dataclass
@@ -82,7 +96,6 @@ class Record:
     gaps_s: array = field(default_factory=lambda: array("d"))
     finished: int = 0
     output: int = 0
-    events: int = 0
 
     def counts(self, now: float) -> bool:
         return self.since <= now <= self.until
@@ -105,8 +118,7 @@ def figures(record: Record, gpus: int) -> dict[str, Any]:
         "ttft_mean_s": float(np.mean(seen.ttft_s)) if seen.ttft_s else None,
         **gaps,
         "idle_while_queued": occupied.idle_while_queued / seconds / occupied.ranks,
-        "idle_while_queued_any": occupied.any / seconds,
-        "idle_while_queued_movable": occupied.movable / seconds / occupied.ranks,
+        "idle_while_waiting": occupied.idle_while_waiting / seconds / occupied.ranks,
         "busy": occupied.busy / seconds / occupied.ranks,
         "requests_per_s": record.finished / seconds,
         "prompt_tokens": _share(prompt, len(seen.prompt)),

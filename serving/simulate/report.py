@@ -19,6 +19,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("ITL p50 ms", "itl_p50_ms", lambda v: f"{v:.3g}"),
     ("p90", "itl_p90_ms", lambda v: f"{v:.3g}"),
     ("idle while queued %", "idle_while_queued", lambda v: f"{100 * v:.2f}"),
+    ("waiting", "idle_while_waiting", lambda v: f"{100 * v:.2f}"),
     ("busy %", "busy", lambda v: f"{100 * v:.1f}"),
     ("requests/s", "requests_per_s", lambda v: f"{v:.4g}"),
     ("tok/s/GPU", "tokens_per_s_gpu", lambda v: f"{v:,.0f}"),

@@ -52,6 +52,7 @@ class Fleet:
     role prefill: a request ends with its first token and other machines decode at
     ``decode_tokens_per_s`` a user. grain: tokens that one simulated id stands for; every other
     count of tokens must be a multiple of it. shapes: (requests, rows) of prefill dispatches.
+    hop_ms: what goes between the router and a rank takes, either way.
     """
 
     layout: str
@@ -64,6 +65,7 @@ class Fleet:
     shapes: tuple[tuple[int, int], ...]
     decode_sizes: tuple[int, ...] = (1,)
     decode_tokens_per_s: float = 0.0
+    hop_ms: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,11 @@ def _wrong(scenario: Scenario) -> Iterable[str]:
             yield f"workload.{name}: must have 0 < median <= most and sigma >= 0"
     if not 0 <= pool.credit <= 1:
         yield f"pool.credit: {pool.credit} must be between 0 and 1"
-    for name, value in (("pool.capacity_gb", pool.capacity_gb), ("pool.lookup_ms", pool.lookup_ms)):
+    for name, value in (
+        ("pool.capacity_gb", pool.capacity_gb),
+        ("pool.lookup_ms", pool.lookup_ms),
+        ("fleet.hop_ms", fleet.hop_ms),
+    ):
         if value < 0:
             yield f"{name}: {value} must be at least 0"
     if work.shared < 0 or window.settle_s < 0:

@@ -210,6 +210,63 @@ def test_who_waits_for_a_slot_takes_one_that_gets_free_elsewhere():
     ranks.finish()
 
 
+def test_who_was_sent_to_a_rank_waits_there():
+    """Two on each of two ranks of one slot, then the first is free: of those that wait for the
+    second the one may move that was not sent to it, though it is the less urgent.
+    """
+    ranks = Ranks(2, 64, slots=1)
+    sent = [Sequence.of(Request(tuple(ones(4)), 30), i) for i in range(2)]
+    for sequence in sent:
+        assign(ranks.schedulers, sequence, 1)
+    assert [s.data_rank for s in sent] == [1, 1] and ranks.schedulers[0].idle
+    ranks.step()
+    assert ranks.schedulers[1].waiting == sent[1:] and ranks.schedulers[0].idle
+    other = Sequence.of(Request(tuple(ones(2)), 2), 2, priority=1)
+    other.data_rank = 1
+    ranks.schedulers[1].add(other)
+    ranks.step()
+    assert other.data_rank == 0 and ranks.schedulers[1].waiting == sent[1:]
+    ranks.sequences += [*sent, other]
+    ranks.finish()
+
+
+@pytest.mark.parametrize(("left", "rank"), [(1, 0), (9, 1)])
+def test_who_waits_for_a_slot_leaves_its_prefix_if_that_takes_less_time(left, rank):
+    """The first of two ranks has 24 tokens of a prompt, four steps of six rows, and one slot, taken
+    for one more token or for nine.
+    """
+    ranks = Ranks(2, 64, slots=1)
+    known = ranks.add(ones(25), 1)
+    ranks.drain()
+    assert known.data_rank == 0
+    busy = [ranks.add(ones(2), new, speculative=False) for new in (left + 1, 2)]
+    assert [s.data_rank for s in busy] == [0, 1]
+    ranks.step()
+    again = Sequence.of(Request(tuple(ones(25)), 1), 9)
+    again.computed = ranks.schedulers[0].first_row(again)
+    ranks.schedulers[0].add(again)
+    ranks.sequences.append(again)
+    ranks.schedulers[1].release(busy[1])
+    ranks.step()
+    assert again.data_rank == rank
+    ranks.finish()
+
+
+def test_who_gets_a_slot_at_once_stays_with_its_prefix():
+    """Nothing runs on the first of two ranks, which has a slot and two requests for it."""
+    ranks = Ranks(2, 64, slots=1)
+    ranks.add(ones(25), 1)
+    ranks.drain()
+    waiting = [Sequence.of(Request(tuple(ones(25)), 1), number) for number in (8, 9)]
+    for sequence in waiting:
+        assign(ranks.schedulers, sequence, 0)
+        sequence.pinned = False
+        ranks.sequences.append(sequence)
+    ranks.step()
+    assert [s.data_rank for s in waiting] == [0, 1]
+    ranks.finish()
+
+
 def test_requests_stay_on_their_rank_when_preempted():
     ranks = Ranks(2, 14, slots=2)
     for i in range(4):

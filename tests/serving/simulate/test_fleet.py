@@ -60,6 +60,32 @@ def test_work_goes_where_nothing_waits():
     assert rows[1]["ttft_p90_s"] < rows[0]["ttft_p90_s"]
 
 
+def test_the_way_between_router_and_rank_is_in_every_first_token():
+    scenario = small(workload__sessions=2, window__measure_s=4.0)
+    near, far = (
+        figures(simulated(scenario.with_values({"fleet.hop_ms": hop}), "affinity"), GPUS)
+        for hop in (0.0, 50.0)
+    )
+    assert far["ttft_p50_s"] - near["ttft_p50_s"] == pytest.approx(0.1, abs=2e-3)
+
+
+def test_late_binding_holds_requests_back_only_while_nobody_has_room():
+    """Every arrival finds a rank, or all have work. What the pool has is as good as cached."""
+    scenario = small(workload__sessions=80, pool__credit=1.0)
+    run = simulation(scenario, "pool_workload_aware", factor=40)
+    held, place = [], run.router.place
+
+    def placing(now: float):
+        placed = place(now)
+        if len(run.router):
+            held.append(min(load.prefill for load in run.board.loads.values()))
+        return placed
+
+    run.router.place = placing
+    run.run()
+    assert len(held) > 10 and min(held) > 0
+
+
 def test_decoding_here_is_timed_token_by_token():
     scenario = small(fleet__role="both", fleet__decode_sizes=[8], workload__sessions=4)
     row = figures(simulated(scenario, "workload_aware"), GPUS)
@@ -76,11 +102,25 @@ def test_a_rank_must_hold_the_longest_request():
 
 def test_occupancy_counts_idle_ranks_while_another_queues():
     occupancy = Occupancy(ranks=3, since=1.0)
-    occupancy.change(0.0, 0, works=True, queues=True)  # two idle, one queues
-    occupancy.change(3.0, 1, works=True, queues=False)  # one idle
-    occupancy.change(4.0, 0, works=True, queues=False)  # nobody queues
+    occupancy.change(0.0, 0, works=True, queues=True, waits=True)  # two idle, one queues
+    occupancy.change(3.0, 1, works=True, queues=False, waits=False)  # one idle
+    occupancy.change(4.0, 0, works=True, queues=False, waits=True)  # it waits for a step's end
+    occupancy.change(6.0, 0, works=True, queues=False, waits=False)
+    occupancy.hold(7.0, holds=True)  # the router holds a request
+    occupancy.hold(8.0, holds=False)
     occupancy.advance(10.0)
-    assert occupancy.idle_while_queued == 2 * 2 + 1
-    assert occupancy.any == 3
-    assert occupancy.movable == 3
+    assert occupancy.idle_while_queued == 2 * 2 + 1 + 1
+    assert occupancy.idle_while_waiting == 2 * 2 + 1 + 2 + 1
     assert occupancy.busy == 2 + 2 + 6 * 2
+
+
+def test_a_rank_does_not_idle_because_of_itself():
+    """It has nothing in its worker's step and a request that found no room; no other rank has."""
+    occupancy = Occupancy(ranks=3, since=0.0)
+    occupancy.change(0.0, 0, works=False, queues=True, waits=True)
+    occupancy.change(0.0, 1, works=True, queues=False, waits=False)
+    occupancy.advance(1.0)
+    assert occupancy.idle_while_queued == 1  # rank 2
+    occupancy.change(1.0, 1, works=True, queues=True, waits=True)
+    occupancy.advance(2.0)
+    assert occupancy.idle_while_queued == 1 + 2

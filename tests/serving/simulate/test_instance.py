@@ -11,7 +11,7 @@ from serving.scheduler import Limits
 from serving.sequence import Sequence
 from serving.simulate.events import Events
 from serving.simulate.instance import Cost, Instance, Job
-from serving.simulate.pool import Keys, LeastRecent, Link
+from serving.simulate.pool import Keys, LeastRecent, Link, keys_of
 from serving.simulate.sessions import Made
 from tests.serving.simulate.support import Simple, small
 
@@ -27,7 +27,7 @@ def job(ids: int, rank: int, number: int = 0, tokens: int = 1, base: int = 0) ->
     lengths, outputs = np.array([ids]), np.array([tokens])
     session = Made(range(0), base, lengths, outputs, np.zeros(1))
     sequence = Sequence(Request((), tokens), number, prompt=session.prompt(0), chain=Keys(4))
-    return Job(session, 0, sequence, Target("0", rank), [], 0, 0.0)
+    return Job(session, 0, sequence, [], 0, 0.0, Target("0", rank))
 
 
 def test_a_step_takes_the_time_of_the_bucket_that_holds_both_ranks():
@@ -62,11 +62,12 @@ def test_a_request_without_room_in_the_step_is_queued():
         made.add(job(16, 0, number, base=100 * number))
     made.begin()
     assert made.works(0)
-    assert made.queues(0)
-    assert not made.queues(1)
+    assert made.left_out == [True, False]
+    made.add(job(16, 1, 3, base=300))
+    assert made.left_out == [True, False] and made.waits(1)  # it came during the step
     made.end()
     made.begin()
-    assert not made.queues(0)
+    assert made.left_out == [False, False] and not made.waits(0)
 
 
 def test_a_prompt_that_was_remembered_is_a_hit():
@@ -102,7 +103,7 @@ def test_pages_of_two_ranks_move_side_by_side():
     made = Instance(small().fleet, LIMITS, caches, links, Cost(Simple(), 0.25))
     for rank, pages in ((0, 2), (1, 3)):
         one = job(4 * pages + 1, rank, rank, base=100 * rank)
-        pool.put(one.sequence.chain.keys(one.sequence.prompt, pages))
+        pool.put(keys_of(one.sequence).keys(one.sequence.prompt, pages))
         made.add(one)
     programs = 1000 + 8 * 16 + 10 * 16 // 100 + 1000 + 32
     seconds = made.begin()

@@ -86,7 +86,7 @@ def ours(trace: str, policy: str) -> tuple[float, float]:
         fleet__instances=WORKERS, fleet__role="both", fleet__decode_sizes=[64],
         fleet__page_tokens=BLOCK, fleet__grain=16, fleet__slots=64,
         fleet__shapes=SHAPES, fleet__cache_gb=ENGINE["num_gpu_blocks"] * BLOCK * 100 / 1e9,
-        workload__max_context=65536,
+        workload__max_context=65536, fleet__hop_ms=0,
     )  # fmt: skip
     scenario = replace(scenario, window=Window(0.0, float("inf")))
     source = Trace(mooncake(trace, vocabulary=2**31 - 1, scale=Scale(1 / 16)), at_once=1)

@@ -40,6 +40,7 @@ def test_values_are_replaced_and_checked():
         ("fleet.decode_tokens_per_s", 0, "where other machines decode"),
         ("clock.efficiency", math.nan, "clock.efficiency: nan"),
         ("pool.credit", 1.5, "between 0 and 1"),
+        ("fleet.hop_ms", -1.0, "fleet.hop_ms: -1.0 must be at least 0"),
         ("workload.output", {"median": 5, "sigma": 1, "most": 2}, "median <= most"),
         ("workload", 3, "no value 'workload'"),
     ):
