@@ -13,6 +13,8 @@ from dsv41_jax.tokenizer import Tokenizer
 from serving.compile_counter import CompileCounter
 from serving.executor import Executor, InFlight
 from serving.forwards_speculative import Verified
+from serving.handoff.leaving import Departures
+from serving.handoff.options import check_handoff
 from serving.kv_pool.connect import open_tier
 from serving.options import EngineOptions
 from serving.output import TextOutput
@@ -51,6 +53,7 @@ OnToken = Callable[[int, Event], None]
 class Engine:
     """Runs requests to their end. One thread calls ``add``, ``abort`` and ``step``. Each of
     ``ranks`` holds the requests, slots and pages of a data rank; what has begun stays on its rank.
+    failed: requests that the last step ended without an event, shared with another engine in vain.
     """
 
     def __init__(
@@ -81,6 +84,10 @@ class Engine:
         if executables is not None:
             self.executor.programs.executables = executables
         self.kv_pool = open_tier(options, self.executor) if options.kv_pool else None
+        self.departures: Departures | None = None
+        if self.kv_pool is not None and options.handoff is not None:
+            self.departures = Departures(self.kv_pool, options.handoff.form, self.executor)
+        self.failed: list[Sequence] = []
         self.ranks = [self._new_rank() for _ in range(self.executor.ranks)]
         self.compiles = CompileCounter()
         self.acceptance = Acceptance()
@@ -108,19 +115,23 @@ class Engine:
         self.executor.warm_up(progress)
         self.compiles.start()
 
-    def add(self, request: Request, priority: int = 0) -> Sequence:
-        """Queue a request, smaller ``priority`` first. UserError names the field that is wrong."""
+    def add(self, request: Request, priority: int = 0, data_rank: int | None = None) -> Sequence:
+        """Queue a request, smaller ``priority`` first, on any data rank or a given one. UserError
+        names the field that is wrong.
+        """
         self.check_request(request)
-        return self.add_checked(request, priority)
+        return self.add_checked(request, priority, data_rank)
 
-    def add_checked(self, request: Request, priority: int = 0) -> Sequence:
+    def add_checked(
+        self, request: Request, priority: int = 0, data_rank: int | None = None
+    ) -> Sequence:
         """Queue a request that ``check_request`` has passed."""
         sequence = Sequence.of(request, self._arrivals, priority)
         if self.tokenizer is not None:
             sequence.output = TextOutput(self.tokenizer, request.stop)
         sequence.queued_at = time.perf_counter()
         self._arrivals += 1
-        assign(self.ranks, sequence)
+        assign(self.ranks, sequence, data_rank)
         return sequence
 
     def run(self, requests: Iterable[Request], on_token: OnToken | None = None) -> list[Sequence]:
@@ -144,6 +155,7 @@ class Engine:
     def check_request(self, request: Request) -> None:
         """UserError for a request that this engine cannot run."""
         check_request(request, self.cfg)
+        check_handoff(request, self.options.handoff)
         options = self.options
         total = len(request.prompt) + request.max_new_tokens
         limits = [
@@ -166,14 +178,17 @@ class Engine:
 
     def abort(self, sequence: Sequence) -> None:
         """End a request now; its pages are free for the next step."""
-        if sequence.stage is not Stage.DONE:
+        if sequence.stage is Stage.LEAVING and self.departures is not None:
+            self.departures.cancel(sequence)
+        elif sequence.stage is not Stage.DONE:
             sequence.result.finish_reason = "abort"
             self.ranks[sequence.data_rank].release(sequence)
 
     @property
     def idle(self) -> bool:
         """Nothing to run and nothing to read."""
-        return self.pending is None and all(rank.idle for rank in self.ranks)
+        leaving = self.departures is not None and self.departures.busy
+        return self.pending is None and not leaving and all(rank.idle for rank in self.ranks)
 
     def step(self) -> list[Event]:
         """Dispatch the next step, then read the one before it (without ``overlap``: itself). With
@@ -184,6 +199,7 @@ class Engine:
             ready, self.pending = self.pending, None
             events = self._read(ready)
             self._store()
+        self.failed = self._without_handoff()
         plan = plan_step(self.ranks)
         dispatched = None
         if not plan.empty:
@@ -193,19 +209,48 @@ class Engine:
                     rank.register(sequence)
             if self.kv_pool is not None:
                 self.kv_pool.dispatched(plan)
+            events += self._taken_over(dispatched)
         ready = dispatched
         if self.options.overlap:
             ready, self.pending = self.pending, dispatched
         events += self._read(ready)
         self._store()
-        if self.kv_pool is not None and plan.empty and plan.starved and self.pending is None:
+        waits = bool(plan.starved)
+        if self.departures is not None:
+            events, failed = self.departures.settle(events)
+            self.failed += failed
+            waits |= self.departures.busy
+        if self.kv_pool is not None and plan.empty and waits and self.pending is None:
             self.kv_pool.wait(_POOL_WAIT_S)
         return events
+
+    def _without_handoff(self) -> list[Sequence]:
+        """End waiting requests for which what another engine left is gone."""
+        lost = []
+        for rank in self.ranks:
+            for sequence in list(rank.waiting):
+                handed = sequence.handed
+                if handed is not None and handed.lost and self.kv_pool is not None:
+                    self.kv_pool.used(sequence, lost=True)
+                    sequence.result.finish_reason, sequence.result.fault = "error", handed.why
+                    rank.release(sequence)
+                    lost.append(sequence)
+        return lost
+
+    def _taken_over(self, flight: InFlight) -> list[Event]:
+        """The first tokens of requests that another engine began."""
+        for sequence, _ in flight.taken:
+            assert self.kv_pool is not None
+            self.kv_pool.used(sequence)
+        self._advance(flight.taken)
+        return [self._take(sequence, token) for sequence, token in flight.taken]
 
     def _store(self) -> None:
         """Send complete pages to the pool before a plan gives them to other requests."""
         if self.kv_pool is not None:
             self.kv_pool.store(self.ranks, self.executor.take_pages)
+        if self.departures is not None:
+            self.departures.send()
 
     def _read(self, flight: InFlight | None) -> list[Event]:
         """Wait for a step and hand its tokens to their sequences. StuckStep if it does not end."""
@@ -225,10 +270,13 @@ class Engine:
             taken += [(s, token) for s, token in tokens if s.stage is not Stage.DONE]
         for verified, owners, drafts in flight.verified:
             taken += self._settled(verified, owners, drafts)
-        if self.grammars is not None:
-            self.grammars.advance([(s.matcher, t.token_id) for s, t in taken if s.matcher])
+        self._advance(taken)
         # A token of a block may end its sequence before the next one.
         return [self._take(s, token) for s, token in taken if s.stage is not Stage.DONE]
+
+    def _advance(self, taken: list[tuple[Sequence, TokenLogprobs]]) -> None:
+        if self.grammars is not None:
+            self.grammars.advance([(s.matcher, t.token_id) for s, t in taken if s.matcher])
 
     def _settled(
         self, verified: Verified, owners: list[Sequence | None], drafts: int
@@ -259,7 +307,10 @@ class Engine:
         if finished:
             rank = self.ranks[sequence.data_rank]
             rank.register(sequence)
-            rank.release(sequence)
+            if self.departures and sequence.request.hands_off and result.finish_reason != "error":
+                self.departures.hold(rank, sequence)
+            else:
+                rank.release(sequence)
         return Event(sequence, token, text, finished)
 
     def _text(self, sequence: Sequence, token: TokenLogprobs) -> str:
@@ -274,11 +325,12 @@ class Engine:
         return text
 
     def close(self) -> None:
-        """Let go of the pool; what it holds stays for others."""
+        """Let go of the pool, what it holds stays for others; end the threads of host tables."""
         if self.kv_pool is not None:
             self.kv_pool.close()
+        self.executor.table_rows.close()
 
     def check(self) -> None:
         """Invariants of the host state; for tests, after any step."""
         for rank in self.ranks:
-            rank.check()
+            rank.check(self.departures.of(rank) if self.departures else ())

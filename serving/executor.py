@@ -22,12 +22,14 @@ from serving.batch import (
 )
 from serving.buckets import Bucket, DecodeBatch, prefill_shape
 from serving.forwards_speculative import Verified
+from serving.handoff.mover import StateMover
 from serving.kv_pool.mover import PageMover, Taken
 from serving.kv_pool.remote import Complete
-from serving.logit_rules import PROMPT
+from serving.logit_rules import GENERATED, PROMPT
 from serving.options import EngineOptions
 from serving.programs import READERS, Programs, Report
 from serving.replay import decoder_floor, window_floor
+from serving.request import TokenLogprobs
 from serving.sampler import RowScores, Sampled, Sampling
 from serving.scheduler import Chunk, Plan, most_on_a_rank
 from serving.sequence import Sequence, Stage
@@ -39,13 +41,15 @@ from sharding.place import Placement, rank_part
 @dataclass
 class InFlight:
     """What a step dispatched, and whose place is whose: sampled arrays, blocks with the number of
-    drafts they were made for, and scores of prompt rows; reports of its sums over ranks.
+    drafts they were made for, and scores of prompt rows; reports of its sums over ranks. taken:
+    requests that go on here, with the token that another engine sampled.
     """
 
     sampled: list[tuple[Sampled, list[Sequence | None]]] = field(default_factory=list)
     verified: list[tuple[Verified, list[Sequence | None], int]] = field(default_factory=list)
     scores: list[tuple[RowScores, list[Chunk | None]]] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
+    taken: list[tuple[Sequence, TokenLogprobs]] = field(default_factory=list)
 
     @property
     def has_tokens(self) -> bool:
@@ -98,6 +102,7 @@ class Executor:
             ranks=self.ranks,
         )
         self.mover = PageMover(self.programs, options.kv_pool.batches if options.kv_pool else ())
+        self.states = StateMover(self.programs)
         self._needed = options.programs(self.cfg.sliding_window)
         self._saving: list[Sequence] = []
         self._all_allowed: dict[int, jax.Array] = {}
@@ -137,6 +142,9 @@ class Executor:
         for sequence in plan.resume:
             self._restore(sequence)
         self.cache = self.mover.load(self.cache, plan.loads)
+        for sequence in plan.taken:
+            self.table.assign(sequence, replay=True)
+        self._take_over(plan.taken, flight)
         self._prefill(plan.chunks, flight)
         if plan.decode and self.options.speculation is None:
             self._decode(plan.decode, flight)
@@ -148,6 +156,21 @@ class Executor:
     def take_pages(self, items: list[Complete]) -> Taken:
         """Pages as they are after the last step, on their way to the host."""
         return self.mover.take(self.cache, items)
+
+    def take_state(self, rank: int, slot: int, length: int) -> jax.Array:
+        """The state behind a prompt in a slot after the last step, on its way to the host."""
+        return self.states.take(self.cache, rank, slot, length)
+
+    def _take_over(self, sequences: list[Sequence], flight: InFlight) -> None:
+        """Bring requests to where another engine left them; their prompts have been written."""
+        for sequence in sequences:
+            handed, sequence.handed = sequence.handed, None
+            assert handed is not None and handed.record is not None
+            self.table.update_pages(sequence)
+            self.cache = self.states.put(self.cache, sequence, handed.record)
+            if sequence.request.counts_tokens:
+                self._set_counts(sequence, handed.record.token.token_id)
+            flight.taken.append((sequence, handed.record.token))
 
     def _prefill(self, chunks: list[Chunk], flight: InFlight) -> None:
         trimmed, full, scored = [], [], []
@@ -170,10 +193,14 @@ class Executor:
         if scored:
             self._prefill_scored(scored, flight)
 
-    def _set_counts(self, sequence: Sequence) -> None:
-        """The prompt for the penalties, before the chunk whose token is the first to be kept."""
+    def _set_counts(self, sequence: Sequence, *tokens: int) -> None:
+        """The prompt for the penalties, before the chunk whose token is the first to be kept, and
+        ``tokens`` that have been.
+        """
         counts = np.zeros((self.ranks, self.cfg.vocab_size), np.int32)
         counts[sequence.data_rank, sequence.prompt] = PROMPT
+        for token in tokens:
+            counts[sequence.data_rank, token] += GENERATED
         slot = self._slot(sequence.data_rank, sequence.slot)
         self.cache = self.programs("set_counts", self._one, self.cache, slot, counts)
 
@@ -209,7 +236,9 @@ class Executor:
         rows = self._rows([self._replay_rows(sequence) for sequence in owners], bucket)
         sampling = self._sampling(owners)
         self.cache, sampled = self.programs("replay", bucket, self.cache, rows, sampling)
+        handed = [sequence for sequence in sequences if sequence.handed is not None]
         self._keep(sampled, owners, flight)
+        self._take_over(handed, flight)
 
     def _replay_rows(self, sequence: Sequence | None) -> Segment:
         if sequence is None:
@@ -286,7 +315,8 @@ class Executor:
             if sequence is not None:
                 sequence.dispatch(0)
                 sequence.stage = Stage.DECODE
-        flight.sampled.append((sampled, owners))
+        kept = [s if s and s.handed is None else None for s in owners]
+        flight.sampled.append((sampled, kept))
 
     def _prefill_places(self, chunks: list[Chunk]) -> tuple[Bucket, list[Chunk | None]]:
         """The bucket of prompt chunks and where they stand in it; counts their rows."""

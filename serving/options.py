@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from serving.buckets import Bucket
+from serving.handoff.options import HandoffOptions
 from serving.kv_pool.options import PoolOptions
 from serving.speculative import Speculation
 
@@ -18,6 +19,7 @@ class EngineOptions:
     program more a prefill shape). step_timeout_s: how long a step of a model that is spread over
     devices may take before it counts as stuck. speculation: None for plain decoding. kv_pool: a
     pool of cached pages shared with other engines, None for none; needs replay and prefix cache.
+    handoff: how requests are shared with them, None for not at all; needs the pool.
     """
 
     slots: int = 8
@@ -36,6 +38,7 @@ class EngineOptions:
     step_timeout_s: float = 60.0
     speculation: Speculation | None = None
     kv_pool: PoolOptions | None = None
+    handoff: HandoffOptions | None = None
 
     def __post_init__(self) -> None:
         if max(self.decode) < self.slots:
@@ -44,6 +47,8 @@ class EngineOptions:
             raise ValueError(f"prefill={self.prefill} must be positive")
         if self.kv_pool is not None and not (self.replay and self.prefix_cache):
             raise ValueError("kv_pool must go with replay and prefix_cache")
+        if self.handoff is not None and self.kv_pool is None:
+            raise ValueError(f"{self.handoff=} must go with kv_pool")
 
     @property
     def pages_per_request(self) -> int:
@@ -67,7 +72,8 @@ class EngineOptions:
         wanted += [(name, self.bucket(1, 1)) for name in moves]
         batches = self.kv_pool.batches if self.kv_pool else ()
         pages = [Bucket(1, 1, count) for count in batches]
-        return wanted + [(name, one) for name in ("take_pages", "put_pages") for one in pages]
+        wanted += [(name, one) for name in ("take_pages", "put_pages") for one in pages]
+        return self.handoff.programs(wanted) if self.handoff else wanted
 
     def _decoding(self) -> list[tuple[str, Bucket]]:
         """What decode steps need: with speculation, drafts wherever so few requests may decode."""

@@ -2,6 +2,7 @@
 
 import heapq
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -21,6 +22,14 @@ class Node:
     used: int = 0
 
 
+class Watcher(Protocol):
+    """Is told of every node that comes or goes, on the engine's thread: it must not wait."""
+
+    def inserted(self, node: int, parent: int, tokens: bytes) -> None: ...
+
+    def evicted(self, node: int) -> None: ...
+
+
 class PrefixCache:
     """A tree of pages; an edge is the exact tokens of a page, so two prefixes never share by
     accident.
@@ -35,6 +44,7 @@ class PrefixCache:
         self._edges: dict[tuple[int, bytes], int] = {}
         self._leaves: list[tuple[int, int]] = []
         self._next, self._tick = ROOT + 1, 0
+        self.watcher: Watcher | None = None
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -80,6 +90,8 @@ class PrefixCache:
             self._edges[edge] = node
             if parent != ROOT:
                 self._nodes[parent].children += 1
+            if self.watcher is not None:
+                self.watcher.inserted(node, parent, edge[1])
         self._touch(node)
         return node
 
@@ -122,6 +134,8 @@ class PrefixCache:
     def _remove(self, number: int, node: Node) -> None:
         del self._nodes[number], self._edges[node.parent, node.tokens]
         self.pool.give_back([node.page])
+        if self.watcher is not None:
+            self.watcher.evicted(number)
         if node.parent != ROOT:
             parent = self._nodes[node.parent]
             parent.children -= 1

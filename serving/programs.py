@@ -24,6 +24,7 @@ from serving.batch import build_rows, neutral_decode, neutral_sampling
 from serving.buckets import Bucket, DecodeBatch
 from serving.forwards import Decoded, decode, encode, prefill_full, prefill_scored, replay
 from serving.forwards_speculative import draft, verify
+from serving.handoff.state import put_token, put_windows, state_bytes, take_windows
 from serving.kv_pool.moves import idle_values, put_pages, take_pages
 from serving.memory import check_cache_fits
 from serving.speculative import Speculation
@@ -56,7 +57,8 @@ OUTPUT_SPECS = {
 }
 MOVES = {"take_state": take_state, "put_state": put_state, "set_counts": set_counts}
 MOVES |= {"take_pages": take_pages, "put_pages": put_pages}
-READERS = "take_state", "take_pages", "draft"
+MOVES |= {"take_windows": take_windows, "put_windows": put_windows, "put_token": put_token}
+READERS = "take_state", "take_pages", "take_windows", "draft"
 
 
 @dataclass(frozen=True)
@@ -238,6 +240,13 @@ class Programs:
             return slot, pages
         if name == "take_pages":
             return (pages,)
+        if name in ("take_windows", "put_token"):
+            return slot, np.zeros_like(slot)
+        if name == "put_windows":
+            history = np.zeros((bucket.requests, self.cfg.engram_max_ngram_size - 1), np.int32)
+            row = state_bytes(jax.eval_shape(self._rank_cache))[0]
+            values = np.zeros((bucket.requests, row), np.uint8)
+            return slot, slot, slot, history, np.zeros(bucket.requests, bool), values
         if name == "put_pages":
             return pages, idle_values(jax.eval_shape(self._rank_cache).pools, pages.shape)
         saved = jax.eval_shape(take_state, jax.eval_shape(self._rank_cache), slot, pages)

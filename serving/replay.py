@@ -12,7 +12,7 @@ def prefill_start(hit: int, window: int) -> int:
     """First prompt row to encode: the last window below the hit is recomputed for its window
     rows.
     """
-    return hit - window if hit else 0
+    return max(hit - window, 0)
 
 
 def window_floor(hit: int, window: int) -> int:

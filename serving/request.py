@@ -7,6 +7,7 @@ from dsv41_jax.config import Config
 from dsv41_jax.errors import UserError
 from dsv41_jax.prompt import check_token_ids
 from serving.grammar import Grammar, Matcher
+from serving.handoff.ticket import Ticket
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,9 @@ class Request:
     None for no report; a request with prompt_logprobs runs every row through every layer and adopts
     no cached prefix. min_tokens: no stop id before, unless the grammar leaves nothing else.
     grammar: what the answer must match; it ends the request when nothing can follow. speculative
-    False: no drafts in an engine that makes them; the tokens are the same.
+    False: no drafts in an engine that makes them; the tokens are the same. hands_off: its first
+    token, the only one, waits until another engine can go on with it; ticket: what that one is
+    given.
     """
 
     prompt: tuple[int, ...]
@@ -39,6 +42,8 @@ class Request:
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     speculative: bool = True
+    hands_off: bool = False
+    ticket: Ticket | None = None
 
     @property
     def counts_tokens(self) -> bool:

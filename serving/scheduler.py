@@ -76,13 +76,15 @@ def most_on_a_rank(items: Iterable[Chunk | Sequence]) -> int:
 
 @dataclass
 class Plan:
-    """One step, in the order the engine carries it out: of a data rank, or of all of them. drafts:
-    tokens drafted for ``decode``. starved: what requests wait for that could have started.
+    """One step, in the order the engine carries it out: of a data rank, or of all of them. taken:
+    requests that another engine began, with nothing left to encode. drafts: tokens drafted for
+    ``decode``. starved: what requests wait for that could have started.
     """
 
     preempt: list[Sequence] = field(default_factory=list)
     resume: list[Sequence] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    taken: list[Sequence] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     decode: list[Sequence] = field(default_factory=list)
     drafts: int = 0
@@ -90,7 +92,7 @@ class Plan:
 
     @property
     def empty(self) -> bool:
-        return not (self.preempt or self.resume or self.chunks or self.decode)
+        return not (self.preempt or self.resume or self.taken or self.chunks or self.decode)
 
     @property
     def prefill(self) -> tuple[int, int]:
@@ -99,11 +101,8 @@ class Plan:
 
     def add(self, other: "Plan") -> None:
         """What another data rank does in the same step."""
-        self.preempt += other.preempt
-        self.resume += other.resume
-        self.loads += other.loads
-        self.chunks += other.chunks
-        self.decode += other.decode
+        for name in ("preempt", "resume", "loads", "taken", "chunks", "decode"):
+            getattr(self, name).extend(getattr(other, name))
         self.starved |= other.starved
 
 
@@ -165,7 +164,8 @@ class Scheduler:
     def first_row(self, sequence: Sequence) -> int:
         """The prompt row with which a request would start now."""
         size, window = self.limits.page_size, self.limits.window
-        return prefill_start(adopted_hit(self._held(sequence) * size, window), window)
+        known = sequence.length if sequence.request.ticket else self._held(sequence) * size
+        return prefill_start(adopted_hit(known, window), window)
 
     def release(self, sequence: Sequence) -> None:
         """Give back everything a sequence holds and forget it."""
@@ -240,6 +240,8 @@ class Scheduler:
             if waits or self._wants(sequence):
                 starved.add(waits or Waits.LOOKUP)
                 continue
+            if sequence.handed is not None and sequence.handed.lost:
+                continue
             if not self._start(plan, sequence):
                 return
             self._add_chunk(plan, beside, sequence)
@@ -267,9 +269,10 @@ class Scheduler:
         """Give a waiting sequence a slot, its hit and the pages of its prompt; False if there is no
         room, so that nobody behind it may start either.
         """
-        size, limits = self.limits.page_size, self.limits
+        size, limits, handed = self.limits.page_size, self.limits, sequence.handed
         nodes = self._matched(sequence, self.cache.match)
         hit = adopted_hit(self.prefetch.stop(sequence, len(nodes)) * size, limits.window)
+        hit = handed.hit if handed else hit
         nodes = nodes if hit else []
         shared = [page for page in map(self.cache.page, nodes) if page is not None]
         self.pool.share(shared)
@@ -281,10 +284,14 @@ class Scheduler:
         sequence.nodes, sequence.hit = nodes, hit
         if load := self.prefetch.start(sequence, len(nodes), hit):
             plan.loads.append(load)
-            sequence.result.pool_tokens = (load.stop - load.first) * size
+            sequence.result.pool_tokens = min(load.stop * size, hit) - load.first * size
         sequence.computed = prefill_start(hit, limits.window)
         sequence.slot = self._slots.pop()
         sequence.stage = Stage.PREFILL
+        if handed and handed.has_windows:
+            sequence.computed, sequence.dispatched = sequence.length, 1
+            sequence.stage = Stage.DECODE
+            plan.taken.append(sequence)
         sequence.result.cached_tokens = hit
         self.waiting.remove(sequence)
         self.running.append(sequence)

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from serving.grammar import Matcher
+from serving.handoff.ticket import Ticket
 from serving.output import TextOutput
 from serving.request import Request, Result
 
 if TYPE_CHECKING:
+    from serving.handoff.fetch import HandedFetch
     from serving.kv_pool.keys import Chain
     from serving.kv_pool.remote import Fetch
 
@@ -19,13 +21,15 @@ class Stage(Enum):
     """WAITING: no slot yet. PREFILL: rows of its prompt are left. REPLAY: all are encoded. DECODE:
     has a first token, or one on its way.
 
-    SWAPPED: preempted, its state is on the host. DONE: finished, aborted or refused.
+    SWAPPED: preempted, its state is on the host. LEAVING: finished here, on its way to another
+    engine. DONE: finished, aborted or refused.
     """
 
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
     SWAPPED = "swapped"
+    LEAVING = "leaving"
     DONE = "done"
 
 
@@ -42,14 +46,15 @@ class Saved:
 class Sequence:
     """Everything the host knows of a request.
 
-    data_rank: whose slots and pages it uses. computed: prompt rows whose global entries are written
-    or on their way, or that a waiting request expects to find. hit: cached prompt tokens adopted.
-    dispatched: tokens sampled so far, read or not; of a step with drafts that was not read, only
-    the one that is certain, and ``ahead`` counts the others. nodes: prefix-cache nodes of its first
-    pages. matcher: where it stands in its grammar, by the tokens read. resume_to: stage before it
-    was preempted; saved: the state taken from the device then. fetch: what a pool is asked for it,
-    refetched: a second time; stored: its first pages that the pool has or will have; chain: their
-    keys.
+    data_rank: whose slots and pages it uses; pinned: it may not wait elsewhere. computed: prompt
+    rows whose global entries are written or on their way, or that a waiting request expects to
+    find. hit: cached prompt tokens adopted. dispatched: tokens sampled so far, read or not; of a
+    step with drafts that was not read, only the one that is certain, and ``ahead`` counts the
+    others. nodes: prefix-cache nodes of its first pages. matcher: where it stands in its grammar,
+    by the tokens read. resume_to: stage before it was preempted; saved: the state taken from the
+    device then. fetch: what a pool is asked for it, refetched: a second time; stored: its first
+    pages that the pool has or will have; chain: their keys. handed: what another engine left of it,
+    until its slot has it; left: where another engine finds it.
     """
 
     request: Request
@@ -59,6 +64,7 @@ class Sequence:
     stage: Stage = Stage.WAITING
     result: Result = field(default_factory=Result)
     data_rank: int = 0
+    pinned: bool = False
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
@@ -72,6 +78,8 @@ class Sequence:
     refetched: bool = False
     stored: int = 0
     chain: "Chain | None" = None
+    handed: "HandedFetch | None" = None
+    left: Ticket | None = None
     output: TextOutput | None = None
     matcher: Matcher | None = None
     queued_at: float = 0.0
@@ -100,8 +108,10 @@ class Sequence:
         return np.concatenate([self.prompt[first:], np.asarray(made, np.int32)])
 
     def prompt_pages(self, page_size: int) -> int:
-        """Whole pages of the prompt that a hit may cover: its last token is always computed."""
-        return (self.length - 1) // page_size
+        """Whole pages of the prompt that a hit may cover: its last token is always computed, but
+        for a request that another engine began.
+        """
+        return (self.length - (self.request.ticket is None)) // page_size
 
     @property
     def next_position(self) -> int:

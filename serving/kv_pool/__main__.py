@@ -1,4 +1,4 @@
-"""Pools of cached pages: ``python -m serving.kv_pool mooncake|show|remove|second-turn``."""
+"""Pools of cached pages: ``python -m serving.kv_pool mooncake|show|remove|second-turn|handoff``."""
 
 import argparse
 import signal
@@ -7,6 +7,7 @@ import threading
 
 from dsv41_jax.command import exit_status, progress_line
 from dsv41_jax.errors import UserError
+from serving.handoff import bench
 from serving.kv_pool import second_turn
 from serving.kv_pool.cluster import Cluster, ClusterOptions
 from serving.kv_pool.options import parse_bytes
@@ -35,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     remove.add_argument("name")
     remove.set_defaults(run=_remove)
     second_turn.add_parser(commands)
+    bench.add_parser(commands)
     return parser
 
 

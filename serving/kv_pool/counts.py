@@ -15,7 +15,9 @@ class Totals:
     room in the pool. dropped: not stored, as too many waited to be. errors: calls of the backend
     that failed. foreign_pools: backends made for something else, which are not used. steps:
     dispatched; starved_lookups, starved_loads: those of them with room for a request that waited
-    for a lookup, or for a load. idle_s: time with nothing to run but such waiting.
+    for a lookup, or for a load. idle_s: time with nothing to run but such waiting. handoffs_left,
+    handoffs_taken, handoffs_lost: requests left to other engines, taken over from them, or begun by
+    them in vain; handoff_bytes: beside complete pages, of those that were left.
     """
 
     queried_tokens: int = 0
@@ -41,6 +43,10 @@ class Totals:
     starved_lookups: int = 0
     starved_loads: int = 0
     idle_s: float = 0.0
+    handoffs_left: int = 0
+    handoffs_taken: int = 0
+    handoffs_lost: int = 0
+    handoff_bytes: int = 0
 
 
 @dataclass

@@ -40,7 +40,7 @@ def take_pages(cache: Cache, pages: Array) -> Array:
     """
     pages = jnp.maximum(pages, 0)
     return jnp.concatenate(
-        [_bytes(plane[pages], pages.ndim) for plane in jax.tree.leaves(cache.pools)], axis=-1
+        [as_row(plane[pages], pages.ndim) for plane in jax.tree.leaves(cache.pools)], axis=-1
     )
 
 
@@ -53,21 +53,21 @@ def put_pages(cache: Cache, pages: Array, values: Array) -> Cache:
     for plane in leaves:
         size = plane.dtype.itemsize * int(np.prod(plane.shape[1:]))
         part = values[..., offset : offset + size]
-        rows = _from_bytes(part, plane.dtype).reshape(*pages.shape, *plane.shape[1:])
+        rows = from_row(part, plane.dtype).reshape(*pages.shape, *plane.shape[1:])
         index = jnp.where(pages < 0, plane.shape[0], pages)
         written.append(plane.at[index].set(rows, mode="drop"))
         offset += size
     return replace(cache, pools=jax.tree.unflatten(treedef, written))
 
 
-def _bytes(values: Array, lead: int) -> Array:
+def as_row(values: Array, lead: int) -> Array:
     """uint8 [..., bytes] of all that follows the first ``lead`` axes."""
     if values.dtype != jnp.uint8:
         values = jax.lax.bitcast_convert_type(values, jnp.uint8)
     return values.reshape(*values.shape[:lead], -1)
 
 
-def _from_bytes(data: Array, dtype: Any) -> Array:
+def from_row(data: Array, dtype: Any) -> Array:
     """[..., n] of a dtype from uint8 [..., bytes]."""
     if dtype == jnp.uint8:
         return data

@@ -68,8 +68,8 @@ class CheckedStore:
         self.counts.add("refused", len(stored) - sum(stored))
         return stored
 
-    def remove(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._call(lambda: self.store.remove(keys), [False] * len(keys))
+    def remove(self, keys: Sequence[bytes], *, leased: bool = False) -> list[bool]:
+        return self._call(lambda: self.store.remove(keys, leased=leased), [False] * len(keys))
 
     def _call(self, call: Callable[[], Answer], otherwise: Answer) -> Answer:
         if time.monotonic() < self._down_until:

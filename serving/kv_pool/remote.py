@@ -115,7 +115,8 @@ class Prefetch:
         """Whether the pool has not been asked for a request's prompt and could help."""
         if self._remote is None or sequence.fetch is not None:
             return False
-        return sequence.prompt_pages(self._size) * self._size > self._window
+        pages = sequence.prompt_pages(self._size)
+        return sequence.request.ticket is not None or pages * self._size > self._window
 
     def begin(self, sequence: "Sequence", held: int) -> None:
         """Ask for what follows the ``held`` first pages of a prompt."""
@@ -134,7 +135,8 @@ class Prefetch:
             return None
         sequence.refetched = True
         fetch.cancel()
-        self.begin(sequence, held(sequence))
+        # A request that cannot compute what it misses does not count on the device any more.
+        self.begin(sequence, held(sequence) if sequence.request.ticket is None else 0)
         return sequence.fetch.waits if sequence.fetch is not None else None
 
     def stop(self, sequence: "Sequence", held: int) -> int:
@@ -150,9 +152,8 @@ class Prefetch:
         """
         blocks = sequence.fetch.take() if sequence.fetch is not None else []
         sequence.stored = hit // self._size
-        if sequence.stored <= held:
-            return None
-        return Load(sequence, held, sequence.stored, blocks)
+        stop = -(-hit // self._size)
+        return Load(sequence, held, stop, blocks) if stop > held else None
 
     def filled(self, sequence: "Sequence", index: int, page: int) -> None:
         """A page of known tokens is complete and cached."""

@@ -6,21 +6,24 @@ the second turn adds is less than a page, so that both have the same prefix and 
 """
 
 import argparse
-import multiprocessing
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dsv41_jax.command import progress_line
 from dsv41_jax.errors import UserError
 from serving.kv_pool.options import PoolOptions, parse_pool
+from serving.kv_pool.process import EngineProcess, Served
 from serving.kv_pool.shm import pool_path
+
+if TYPE_CHECKING:
+    from serving.engine import Engine as _Engine
+    from serving.handoff.options import HandoffOptions
 
 
 @dataclass(frozen=True)
@@ -60,58 +63,36 @@ class Turn:
     pool_tokens: int
 
 
-class Engine:
-    """An engine in a process of its own."""
+class Engine(EngineProcess):
+    """An engine of the measurement."""
 
     def __init__(self, setting: Setting):
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, setting), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def ready(self) -> int:
-        """Wait until it has compiled: the size of its vocabulary."""
-        return self._receive()
+        super().__init__(_made, setting)
 
     def run(self, prompt: Sequence[int]) -> Turn:
         """Run a request, greedily; what it stores is in the pool when this returns."""
-        self._connection.send(tuple(map(int, prompt)))
-        return self._receive()
-
-    def close(self) -> None:
-        self._connection.close()
-        self._process.join(10)
-        self._process.kill()
-
-    def _receive(self) -> Any:
-        try:
-            answer = self._connection.recv()
-        except EOFError:
-            raise UserError("an engine has ended; what it wrote is above") from None
-        if isinstance(answer, UserError):
-            raise answer
-        return answer
+        return self.ask(tuple(map(int, prompt)))
 
 
-def _serve(connection: Connection, setting: Setting) -> None:
-    """The process: requests in, turns out."""
-    try:
-        engine, vocabulary = _new_engine(setting)
-    except UserError as error:
-        connection.send(error)
-        return
-    connection.send(vocabulary)
-    while True:
-        try:
-            prompt = connection.recv()
-        except EOFError:
-            engine.close()
-            return
-        connection.send(_run(engine, prompt, setting.answer))
+def _made(setting: Setting) -> Served:
+    """In the process: prompts in, turns out."""
+    from serving.request import Request
+
+    engine, vocabulary = new_engine(setting)
+    assert engine.kv_pool is not None
+    pool = engine.kv_pool
+
+    def answer(prompt: tuple[int, ...]) -> Turn:
+        result = engine.run([Request(prompt, setting.answer)])[0].result
+        pool.flush()
+        ids = tuple(result.token_ids)
+        return Turn(ids, result.ttft_ms, result.cached_tokens, result.pool_tokens)
+
+    return Served(vocabulary, answer, engine.close)
 
 
-def _new_engine(setting: Setting) -> tuple[Any, int]:
+def new_engine(setting: Setting, handoff: "HandoffOptions | None" = None) -> "tuple[_Engine, int]":
+    """A warm engine for one request at a time, and the size of its vocabulary."""
     from dsv41_jax.score import default_numerics
     from serving.engine import Engine
     from serving.generate import load
@@ -128,19 +109,11 @@ def _new_engine(setting: Setting) -> tuple[Any, int]:
         decode=(1,),
         prompt_logprobs=False,
         kv_pool=setting.pool,
+        handoff=handoff,
     )
     engine = Engine(loaded.model, loaded.ops, options, placement=loaded.placement)
     engine.warm_up()
     return engine, loaded.model.cfg.vocab_size
-
-
-def _run(engine: Any, prompt: tuple[int, ...], new: int) -> Turn:
-    from serving.request import Request
-
-    result = engine.run([Request(prompt, new)])[0].result
-    engine.kv_pool.flush()
-    ids = tuple(result.token_ids)
-    return Turn(ids, result.ttft_ms, result.cached_tokens, result.pool_tokens)
 
 
 def measure(setting: Setting, repeats: int) -> list[dict[str, Any]]:
@@ -198,6 +171,12 @@ def _rows(taken: dict[str, list[Turn]]) -> list[dict[str, Any]]:
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("second-turn", help="measure what a pool saves")
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those of measurements with two engines."""
     parser.add_argument("--checkpoint", required=True, metavar="DIR")
     parser.add_argument("--kv-pool", metavar="POOL", help="default: one in shared memory, removed")
     parser.add_argument("--prompt-tokens", type=int, default=3072, metavar="N")
@@ -206,11 +185,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--chunk", type=int, default=512, metavar="N", help="rows a dispatch")
     parser.add_argument("--numerics")
     parser.add_argument("--json", metavar="FILE", help="also write {'rows': [...]}")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """The command."""
+    measured(arguments, measure)
+
+
+def measured(
+    arguments: argparse.Namespace, measure: Callable[[Setting, int], list[dict[str, Any]]]
+) -> None:
+    """Report what a measurement with a setting and so many repeats finds."""
     from serving.bench.table import report
     from serving.kv_pool.fingerprint import fingerprint
 

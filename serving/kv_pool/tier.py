@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from typing import Protocol
 
 import numpy as np
 
@@ -17,6 +18,12 @@ from serving.kv_pool.remote import Complete, Waits
 from serving.kv_pool.values import HEADER_BYTES, Codec, Verdict
 from serving.scheduler import Plan, Scheduler
 from serving.sequence import Sequence
+
+
+class Watcher(Protocol):
+    """Is told, on the storing thread, which pages of a data rank's sequences the pool has now."""
+
+    def stored(self, rank: int, chain: Chain, tokens: np.ndarray, index: int) -> None: ...
 
 
 class PoolTier:
@@ -34,6 +41,7 @@ class PoolTier:
         self._changed = threading.Event()
         self._backlog = 0
         self._backlog_lock = threading.Lock()
+        self.watcher: Watcher | None = None
 
     def fetch(self, sequence: Sequence, held: int, limit: int) -> PoolFetch:
         fetch = PoolFetch(held, self.counts, self._changed.set)
@@ -95,7 +103,7 @@ class PoolTier:
         named = [(self._chain(i.sequence), tokens[id(i.sequence)], i.index) for i in items]
         with self._backlog_lock:
             self._backlog += len(items) * self._codec.page_bytes
-        self.pool.stores.submit(self._store, named, rows)
+        self.pool.stores.submit(self._store, items[0].data_rank, named, rows)
 
     @property
     def _hangs(self) -> bool:
@@ -146,13 +154,17 @@ class PoolTier:
             else:
                 self.pool.loads.submit(self._load, fetch, keys)
 
-    def _store(self, named: list[tuple[Chain, np.ndarray, int]], pages: object) -> None:
+    def _store(self, rank: int, named: list[tuple[Chain, np.ndarray, int]], pages: object) -> None:
         """On the storing thread."""
         try:
             keys = [chain.keys(tokens, index + 1)[index] for chain, tokens, index in named]
             rows = np.empty((len(keys), self._codec.value_bytes), np.uint8)
             rows[:, HEADER_BYTES:] = np.asarray(pages)[0, : len(keys)]
-            self.pool.checked.put(keys, rows)
+            stored = self.pool.checked.put(keys, rows)
+            if self.watcher is not None:
+                for page, there in zip(named, stored, strict=True):
+                    if there:
+                        self.watcher.stored(rank, *page)
         finally:
             with self._backlog_lock:
                 self._backlog -= len(named) * self._codec.page_bytes

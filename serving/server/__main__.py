@@ -9,13 +9,19 @@ from pathlib import Path
 from dsv41_jax.command import exit_status, progress_line
 from dsv41_jax.config import Config
 from dsv41_jax.errors import UserError
+from dsv41_jax.process_memory import process_memory
 from dsv41_jax.score import default_numerics
 from pallas_kernels.dispatch import KINDS
 from pallas_kernels.numerics import MODES
 from serving.engine import Engine
-from serving.generate import ENGRAM, ENGRAM_HELP, LAYOUT_HELP, load
+from serving.generate import ENGRAM_HELP, LAYOUT_HELP, load
 from serving.grammars import Grammars
-from serving.kv_pool.connect import check_reachable
+from serving.handoff.options import add_options as add_handoff_options
+from serving.handoff.options import handoff_of
+from serving.kv_events.publisher import publisher_of
+from serving.kv_events.sockets import HELP as EVENTS_HELP
+from serving.kv_events.sockets import Endpoint, zmq_module
+from serving.kv_pool.connect import check_reachable, namespace_of
 from serving.kv_pool.fingerprint import fingerprint
 from serving.kv_pool.options import add_option as add_pool_option
 from serving.kv_pool.options import parse_pool
@@ -56,7 +62,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", choices=KINDS, default="auto")
     parser.add_argument("--layout", default="tp1", metavar="NAME", help=LAYOUT_HELP)
     parser.add_argument("--all-reduce", choices=ALL_REDUCES, default="auto", help=ALL_REDUCE_HELP)
-    parser.add_argument("--engram", choices=ENGRAM, default="hbm", help=ENGRAM_HELP)
+    parser.add_argument("--engram", default="hbm", metavar="WHERE", help=ENGRAM_HELP)
     parser.add_argument(
         "--chat-format",
         choices=("auto", "v41", "plain"),
@@ -87,6 +93,8 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--prompt-logprobs", action=flag, default=True, help="allow them: a program more a shape"
     )
     add_pool_option(parser)
+    add_handoff_options(parser)
+    parser.add_argument("--kv-events", metavar="ENDPOINT", help=EVENTS_HELP)
     add_options(parser)
 
 
@@ -112,10 +120,12 @@ def _serve(arguments: argparse.Namespace) -> None:
     _check(arguments)
     config = Config.from_json(Path(arguments.checkpoint) / "config.json")
     options = engine_options(arguments, config)
+    endpoint = _events_endpoint(arguments)
+    model = fingerprint(arguments.checkpoint)
     if arguments.kv_pool != "none":
-        pool = parse_pool(arguments.kv_pool, fingerprint(arguments.checkpoint))
+        pool = parse_pool(arguments.kv_pool, model)
         check_reachable(pool)
-        options = replace(options, kv_pool=pool)
+        options = replace(options, kv_pool=pool, handoff=handoff_of(arguments))
     with bound_socket(arguments.host, arguments.port) as sock:
         numerics = default_numerics(arguments.numerics)
         loaded = load(
@@ -156,8 +166,26 @@ def _serve(arguments: argparse.Namespace) -> None:
             api_key=key,
             max_queue=arguments.max_queue,
             max_body_bytes=arguments.max_body_bytes,
+            fingerprint=namespace_of(options, engine.executor, model).digest.hex(),
         )
-        serve(create_app(engine, chat, limits), sock, arguments.drain_seconds)
+        if endpoint is not None and endpoint.host.strip("[]") not in _LOOPBACK:
+            progress_line("warning: --kv-events tells others the tokens of every prompt")
+        events = publisher_of(engine, endpoint) if endpoint is not None else None
+        memory = process_memory()
+        if memory is not None:
+            progress_line(f"memory: {memory}")
+        serve(create_app(engine, chat, limits, events), sock, arguments.drain_seconds)
+        loaded.close()
+
+
+def _events_endpoint(arguments: argparse.Namespace) -> Endpoint | None:
+    """UserError for events that cannot be published."""
+    if arguments.kv_events is None:
+        return None
+    if not (arguments.prefix_cache and arguments.swa_bounded_replay):
+        raise UserError("--kv-events: needs --prefix-cache and --swa-bounded-replay")
+    zmq_module()
+    return Endpoint.parse(arguments.kv_events)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -172,6 +200,7 @@ def _check(arguments: argparse.Namespace) -> None:
         arguments.prefix_cache and arguments.swa_bounded_replay
     ):
         raise UserError("--kv-pool: needs --prefix-cache and --swa-bounded-replay")
+    handoff_of(arguments)
     if arguments.page_size < 2 or arguments.page_size % 2:
         raise UserError(f"--page-size {arguments.page_size} must be even and at least 2")
 

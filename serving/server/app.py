@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,10 +16,13 @@ from starlette.responses import JSONResponse, Response
 from dsv41_jax.errors import UserError
 from dsv41_jax.tokenizer import Tokenizer
 from serving.engine import Engine
+from serving.kv_events.publisher import Publisher
 from serving.request import Request as EngineRequest
 from serving.server import protocol
+from serving.server.announce import announcement, data_rank
 from serving.server.chat import ChatFormat, chat_logprobs
 from serving.server.completions import TextAnswer
+from serving.server.disconnect import unless_gone
 from serving.server.errors import ApiError, refused
 from serving.server.limits import Gate, GateMiddleware, ServerOptions, error_response, read_body
 from serving.server.metrics import Metrics
@@ -38,27 +42,35 @@ from serving.server.streaming import (
     EventStream,
     Generation,
     Kind,
-    unless_gone,
 )
 from serving.server.structured import grammar_of
 from serving.server.tokens import TokenTexts
-from serving.server.worker import Worker
+from serving.server.transfer import handoffs, shared
+from serving.server.worker import Job, Worker
 
 # The status that nobody reads: the client went first.
 _GONE = 499
 _DEFAULT_COMPLETION_TOKENS = 16
 
 
-def create_app(engine: Engine, chat: ChatFormat, options: ServerOptions) -> FastAPI:
-    """The application of a warm engine. Its state: ``gate`` for the drain, ``worker``."""
-    server = Server(engine, chat, options)
+def create_app(
+    engine: Engine, chat: ChatFormat, options: ServerOptions, events: Publisher | None = None
+) -> FastAPI:
+    """The application of a warm engine. events: of the engine, if it publishes any; not started.
+    The application's state: ``gate`` for the drain, ``worker``.
+    """
+    server = Server(engine, chat, options, events)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         server.worker.start()
+        if events is not None:
+            events.start()
         yield
         await server.worker.stop()
         engine.close()
+        if events is not None:
+            events.close()
         if engine.grammars is not None:
             engine.grammars.close()
 
@@ -75,8 +87,11 @@ def create_app(engine: Engine, chat: ChatFormat, options: ServerOptions) -> Fast
         ("/v1/completions", server.completions, "POST"),
         ("/v1/models", server.models, "GET"),
         ("/v1/models/{name:path}", server.model, "GET"),
+        ("/v1/chat/completions/render", server.render_chat, "POST"),
+        ("/v1/completions/render", server.render_completion, "POST"),
         ("/tokenize", server.tokenize, "POST"),
         ("/detokenize", server.detokenize, "POST"),
+        ("/worker", server.announce, "GET"),
         ("/health", server.health, "GET"),
         ("/metrics", server.metrics_page, "GET"),
     ):
@@ -100,9 +115,11 @@ async def _on_error(_request: Request, error: Exception) -> Response:
 class Server:
     """The handlers and what they share."""
 
-    def __init__(self, engine: Engine, chat: ChatFormat, options: ServerOptions):
+    def __init__(
+        self, engine: Engine, chat: ChatFormat, options: ServerOptions, events: Publisher | None
+    ):
         assert engine.tokenizer is not None
-        self.engine, self.chat, self.options = engine, chat, options
+        self.engine, self.chat, self.options, self.events = engine, chat, options, events
         self.tokenizer: Tokenizer = engine.tokenizer
         self.texts = TokenTexts(self.tokenizer)
         self.gate = Gate(options.api_key)
@@ -152,17 +169,17 @@ class Server:
             stop=chat.stop,
             grammar=grammar,
         )
+        made = shared(body, made)
         self._check(made, 1)
         return made, [chat.new_answer() for _ in made]
 
     def _prepare_completion(self, body: CompletionBody) -> list[EngineRequest]:
         made: list[EngineRequest] = []
-        prompts = protocol.prompts_of(body)
+        prompts = self._prompts(body)
         self._check_count(len(prompts) * (body.n or 1), "prompt")
         grammar = grammar_of(body, self.engine.grammars)
         limit = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        for prompt in prompts:
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        for ids in prompts:
             made += engine_requests(
                 body,
                 ids,
@@ -172,6 +189,7 @@ class Server:
                 stop=protocol.stop_strings(body),
                 grammar=grammar,
             )
+        made = shared(body, made)
         self._check(made, len(prompts))
         return made
 
@@ -204,7 +222,8 @@ class Server:
         prompts: int,
     ) -> Response:
         """Run checked requests to their end, or until the client goes."""
-        job = self.worker.submit(made, body.priority or 0)
+        rank = data_rank(request.headers, len(self.engine.ranks))
+        job = self.worker.submit(made, body.priority or 0, rank)
         generation = Generation(
             kind=kind,
             model=body.model or self.options.names[0],
@@ -217,12 +236,27 @@ class Server:
             speculation=self.engine.options.speculation,
         )
         if body.stream:
+            # A hand-off that is lost has to be an answer with a status of its own.
+            if made[0].ticket is not None and not await self._begun(request, job):
+                return Response(status_code=_GONE)
             return EventStream(generation.events(), job.abort)
         try:
             whole = await unless_gone(request.receive, generation.response())
         finally:
             job.abort()
-        return Response(status_code=_GONE) if whole is None else JSONResponse(whole)
+        if whole is None:
+            return Response(status_code=_GONE)
+        return JSONResponse(whole | handoffs(job))
+
+    async def _begun(self, request: Request, job: Job) -> bool:
+        """Wait for the first events of all choices; False if the client goes first."""
+        begun = None
+        try:
+            begun = await unless_gone(request.receive, job.begun())
+        finally:
+            if begun is None:
+                job.abort()
+        return begun is not None
 
     async def models(self) -> Response:
         return JSONResponse(
@@ -241,6 +275,29 @@ class Server:
         if name is not None and name not in self.options.names:
             known = ", ".join(self.options.names)
             raise ApiError(404, f"model: {name[:200]!r} is not served, only {known}", "model")
+
+    async def render_chat(self, request: Request) -> Response:
+        body = protocol.decode(await read_body(request, self.options), ChatBody)
+        self._check_model(body.model)
+        protocol.check_fields(body)
+        chat = await asyncio.to_thread(self.chat.prepare, body)
+        return JSONResponse(self._rendered(chat.prompt))
+
+    async def render_completion(self, request: Request) -> Response:
+        body = protocol.decode(await read_body(request, self.options), CompletionBody)
+        self._check_model(body.model)
+        protocol.check_fields(body)
+        prompts = await asyncio.to_thread(self._prompts, body)
+        return JSONResponse([self._rendered(prompt) for prompt in prompts])
+
+    def _rendered(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """What routers read who place a request by the tokens of its prompt."""
+        name = self.options.names[0]
+        return {"request_id": uuid4().hex, "model": name, "token_ids": list(prompt)}
+
+    def _prompts(self, body: CompletionBody) -> list[list[int]]:
+        prompts = protocol.prompts_of(body)
+        return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
 
     async def tokenize(self, request: Request) -> Response:
         body = protocol.decode(await read_body(request, self.options), TokenizeBody)
@@ -262,6 +319,11 @@ class Server:
             return JSONResponse({"prompt": self.tokenizer.decode(body.tokens)})
         except UserError as error:
             raise ApiError(400, f"tokens: {error}", "tokens") from None
+
+    async def announce(self) -> Response:
+        return JSONResponse(
+            announcement(self.engine, self.options, self.facts.context, self.events)
+        )
 
     async def health(self) -> Response:
         """200 while requests are taken, else 503 with the reason."""

@@ -17,18 +17,22 @@ _API_NAMES = {"max_new_tokens": "max_tokens", "stop_ids": "stop_token_ids"}
 
 
 class ApiError(Exception):
-    """An answer other than 200; ``param`` is the field it is about."""
+    """An answer other than 200; ``param`` is the field it is about, ``code`` names what programs
+    react to, by default the status.
+    """
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+        self.status, self.message, self.param, self.code = status, message, param, code
 
     @property
     def body(self) -> dict[str, Any]:
         """The error object of the response."""
         kind = _KINDS.get(self.status, "invalid_request_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
-        return {"error": error}
+        code = self.code or self.status
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
 
 
 def refused(error: UserError) -> ApiError:

@@ -19,6 +19,7 @@ _DISCARDED = 64 * 2**20
 class ServerOptions:
     """names: model names that requests may give, the first is the one reported. max_queue: requests
     that may wait beside the running ones. body_timeout_s: for the whole body to arrive.
+    fingerprint: of what engines must have in common to share pages.
     """
 
     names: tuple[str, ...]
@@ -26,6 +27,7 @@ class ServerOptions:
     max_queue: int = 256
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0
+    fingerprint: str = ""
 
 
 class Gate:

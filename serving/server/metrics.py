@@ -1,12 +1,14 @@
 """Prometheus metrics under vLLM's names, so that its dashboards and load tools read them."""
 
+import math
 import time
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from dsv41_jax.process_memory import ProcessMemory
 from serving.engine import Engine
 from serving.kv_pool.counts import Totals
 from serving.scheduler import Scheduler
@@ -106,6 +108,10 @@ class Metrics:
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of requests that started")
         self._generated = counter("vllm:generation_tokens", "Tokens generated")
         self._compiles = gauge("dsv41_compiles_after_warmup", "Programs compiled while serving")
+        labels, text = (*name, "kind"), "Pages of host memory that the server has touched"
+        memory = Gauge("dsv41_memory_bytes", text, labels, registry=self.registry)
+        kinds = [kind.name for kind in fields(ProcessMemory)]
+        self._memory = {kind: memory.labels(model_name, kind) for kind in kinds}
         self.empty_answers = counter("dsv41_empty_answers", "Answers that stopped without content")
         self._drafts = None
         if speculation is not None:
@@ -143,6 +149,11 @@ class Metrics:
             self._drafts.show(state.acceptance)
         if self._pool is not None and state.pool is not None:
             self._pool.show(state.pool)
+
+    def show_memory(self, memory: ProcessMemory | None) -> None:
+        """What the process holds now; None where the system does not tell."""
+        for kind, gauge in self._memory.items():
+            gauge.set(math.nan if memory is None else getattr(memory, kind))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -16,6 +16,7 @@ _SINGLE = {
     "foreign_pools": (f"{_PREFIX}_foreign_pools", "Pools made for something else, not used"),
     "steps": (f"{_PREFIX}_steps", "Steps dispatched"),
     "idle_s": (f"{_PREFIX}_idle_seconds", "Time with nothing to run but waiting for the pool"),
+    "handoff_bytes": ("dsv41_handoff_bytes", "Of hand-offs that were left, beside whole pages"),
 }
 _BY_REASON = {
     (f"{_PREFIX}_wait_seconds", "Time that requests waited", "reason"): {
@@ -40,6 +41,11 @@ _BY_REASON = {
     (f"{_PREFIX}_starved_steps", "Steps with room for a request that waited", "reason"): {
         "lookup": "starved_lookups",
         "load": "starved_loads",
+    },
+    ("dsv41_handoffs", "Requests shared with another engine", "event"): {
+        "left": "handoffs_left",
+        "taken": "handoffs_taken",
+        "lost": "handoffs_lost",
     },
 }
 

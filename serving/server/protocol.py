@@ -18,6 +18,16 @@ from serving.server.errors import ApiError
 MAX_CHOICES = 128
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
 _PRIORITY = 2**31
+# Fields of other servers that routers spell out; what they say is what happens anyway.
+_SPELLED_OUT = {
+    "no_stop_trim": False,
+    "return_hidden_states": False,
+    "continue_final_message": False,
+    "skip_special_tokens": True,
+    "include_reasoning": True,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+}
 
 Body = TypeVar("Body", bound=Struct)
 
@@ -43,7 +53,8 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
     Beyond OpenAI's fields, as in vLLM: top_k, min_p, repetition_penalty, stop_token_ids,
     ignore_eos, min_tokens, prompt_logprobs, priority (smaller first), return_token_ids,
-    structured_outputs. Our own: speculative, false for an answer without drafts.
+    structured_outputs, kv_transfer_params (of servers that share a request). Our own: speculative,
+    false for an answer without drafts.
     """
 
     model: str | None = None
@@ -69,7 +80,11 @@ class GenerationBody(Struct, kw_only=True, forbid_unknown_fields=True):
     priority: int | None = None
     return_token_ids: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     speculative: bool | None = None
+    no_stop_trim: bool | None = None
+    return_hidden_states: bool | None = None
+    skip_special_tokens: bool | None = None
 
 
 class CompletionBody(GenerationBody):
@@ -134,6 +149,10 @@ class ChatBody(GenerationBody):
     thinking: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     response_format: ResponseFormat | None = None
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
 
 
 class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -179,6 +198,9 @@ def check_fields(body: CompletionBody | ChatBody) -> None:
         _refuse(body.best_of not in (None, body.n or 1), "best_of", "must equal n")
     else:
         _check_chat(body)
+    for name, only in _SPELLED_OUT.items():
+        given = getattr(body, name, only)
+        _refuse(given not in (None, only), name, f"{str(given).lower()} is not supported")
     choices = 1 if body.n is None else body.n
     _refuse(not 1 <= choices <= MAX_CHOICES, "n", f"is {choices}, must be 1 to {MAX_CHOICES}")
     _refuse(bool(body.stream_options) and not body.stream, "stream_options", "needs stream")

@@ -1,23 +1,22 @@
 """An answer on its way to the client: as server-sent events or as one response."""
 
-import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serving.engine import Event
+from serving.server.disconnect import unless_gone
 from serving.server.errors import ApiError
 from serving.server.tokens import TokenTexts
 from serving.server.worker import Job
 from serving.speculative import Speculation
 
-Result = TypeVar("Result")
 Piece = dict[str, Any]
 
 
@@ -116,7 +115,12 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         details = {}
-        reasoning = [a.reasoning_tokens for a in self.answers if a.reasoning_tokens is not None]
+        # The parser may count one more than there are: the marker at the end of the prompt.
+        reasoning = [
+            min(answer.reasoning_tokens, len(ids))
+            for answer, ids in zip(self.answers, self.token_ids, strict=True)
+            if answer.reasoning_tokens is not None
+        ]
         if reasoning:
             details["reasoning_tokens"] = sum(reasoning)
         if self.speculation is not None:
@@ -180,24 +184,6 @@ class EventStream(Response):
         async for event in self._events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-
-
-async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result | None:
-    """The result of ``work``, which is cancelled with None as soon as the client disconnects."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for left in (task, gone):
-            left.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -5,11 +5,13 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from dsv41_jax.process_memory import process_memory
 from serving.engine import Engine, Event
 from serving.request import Request
 from serving.sequence import Sequence
@@ -23,12 +25,15 @@ _STOP_S = 20.0
 
 @dataclass(eq=False)
 class Choice:
-    """A request on its way. Times are ``time.perf_counter``; last_token_at 0 before the first."""
+    """A request on its way. Times are ``time.perf_counter``; last_token_at 0 before the first.
+    rank: the data rank that it must go to.
+    """
 
     job: "Job"
     index: int
     request: Request
     priority: int
+    rank: int | None
     added_at: float
     last_token_at: float = 0.0
     sequence: Sequence | None = None
@@ -53,15 +58,25 @@ class Job:
     worker: "Worker"
     choices: list[Choice] = field(default_factory=list)
     inbox: asyncio.Queue = field(default_factory=asyncio.Queue)
+    early: deque[tuple[Choice, Event]] = field(default_factory=deque)
     awaited: set[Choice] = field(default_factory=set)
+
+    async def begun(self) -> bool:
+        """Wait until every choice has an event; raises what made the job fail before."""
+        while {choice for choice, _ in self.early} != set(self.choices):
+            self.early.append(await self._next())
+        return True
+
+    async def _next(self) -> tuple[Choice, Event]:
+        item = await self.inbox.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
 
     async def __aiter__(self) -> AsyncIterator[tuple[Choice, Event]]:
         self.awaited.update(self.choices)
         while self.awaited:
-            item = await self.inbox.get()
-            if isinstance(item, Exception):
-                raise item
-            choice, event = item
+            choice, event = self.early.popleft() if self.early else await self._next()
             if choice in self.awaited:
                 if event.finished:
                     self.awaited.discard(choice)
@@ -106,8 +121,12 @@ class Worker:
         while self._thread.is_alive() and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
 
-    def submit(self, requests: Iterable[Request], priority: int = 0) -> Job:
-        """Queue checked requests; ApiError 429 if too many wait, 503 after a failure."""
+    def submit(
+        self, requests: Iterable[Request], priority: int = 0, rank: int | None = None
+    ) -> Job:
+        """Queue checked requests, on a data rank if one is given; ApiError 429 if too many wait,
+        503 after a failure.
+        """
         requests = list(requests)
         if self.failure is not None:
             raise ApiError(503, f"the engine has failed: {self.failure}")
@@ -116,7 +135,7 @@ class Worker:
             raise ApiError(429, f"too many requests: {waiting}, {len(requests)} are needed")
         job, now = Job(self), time.perf_counter()
         for index, request in enumerate(requests):
-            choice = Choice(job, index, request, priority, now)
+            choice = Choice(job, index, request, priority, rank, now)
             job.choices.append(choice)
             self._open.add(choice)
             self._commands.put(partial(self._add_on_engine, choice))
@@ -149,6 +168,7 @@ class Worker:
                 self.metrics.show(await self.call(snapshot))
             except TimeoutError:
                 _log.warning("the engine did not answer in time, its metrics are old")
+        self.metrics.show_memory(await asyncio.to_thread(process_memory))
         return self.metrics.render()
 
     def _end(self, choice: Choice, reason: str) -> None:
@@ -164,6 +184,13 @@ class Worker:
             if event.finished:
                 self._end(choice, event.sequence.result.finish_reason or "error")
             choice.job.inbox.put_nowait((choice, event))
+
+    def _lose(self, choice: Choice, why: str) -> None:
+        """A request that two servers share cannot go on; nothing of it was told."""
+        if choice.open:
+            self._end(choice, "error")
+            message = f"the hand-off is lost: {why}"
+            choice.job.inbox.put_nowait(ApiError(503, message, code="handoff_lost"))
 
     def _fail(self, error: Exception) -> None:
         self.failure = f"{type(error).__name__}: {error}"
@@ -192,11 +219,14 @@ class Worker:
             batch.append((self._choices[event.sequence], event))
             if event.finished:
                 del self._choices[event.sequence]
+        for sequence in self.engine.failed:
+            lost = self._choices.pop(sequence), sequence.result.fault
+            self._loop.call_soon_threadsafe(self._lose, *lost)
         if batch:
             self._loop.call_soon_threadsafe(self._deliver, batch, time.perf_counter())
 
     def _add_on_engine(self, choice: Choice) -> None:
-        choice.sequence = self.engine.add_checked(choice.request, choice.priority)
+        choice.sequence = self.engine.add_checked(choice.request, choice.priority, choice.rank)
         self._choices[choice.sequence] = choice
 
     def _abort_on_engine(self, choice: Choice) -> None:

@@ -113,6 +113,7 @@ class FakeExecutor:
     fail: bool = False
     ranks: int = 1
     programs: Any = field(default_factory=lambda: SimpleNamespace(host=None))
+    table_rows: Any = field(default_factory=lambda: SimpleNamespace(close=lambda: None))
 
     def run(self, plan: Any) -> InFlight:
         time.sleep(self.step_s)

@@ -157,6 +157,7 @@ def test_reasoning_and_content(saying):
             cut = client.chat.completions.create(model=NAME, messages=HI, max_tokens=4)
             assert cut.choices[0].finish_reason == "length"
             assert cut.choices[0].message.reasoning_content == "Let "
+            assert cut.usage.completion_tokens_details.reasoning_tokens == 4
 
 
 @pytest.mark.parametrize("thinking", ["enabled", "disabled"])

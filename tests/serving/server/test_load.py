@@ -9,6 +9,7 @@ import time
 import httpx
 import pytest
 
+from dsv41_jax.process_memory import process_memory
 from tests.serving.server.support import idle_pages, wait_for
 
 EXPECTED = {200, 400, 404, 413, 429}
@@ -104,6 +105,7 @@ def run_load(tiny, seconds: float, clients: int) -> Load:
     wait_for(lambda: tiny.on_engine(idle_pages) == tiny.engine.options.pages)
     values = tiny.metrics()
     assert values["dsv41_compiles_after_warmup"] == 0
+    assert values["dsv41_memory_bytes"] > 0 or process_memory() is None
     assert values.get("vllm:request_success_total:error", 0) == 0
     assert not tiny.app.state.worker._open and not tiny.app.state.worker._choices
     wait_for(lambda: tiny.app.state.gate.active == 0)

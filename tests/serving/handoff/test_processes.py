@@ -1,0 +1,77 @@
+"""Two servers in processes of their own: what one has left outlives it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from serving.kv_pool.shm import pool_path
+from tests.conftest import ROOT
+
+NAME = f"handoff-processes-{os.getpid()}"
+OPTIONS = "--port=0", "--max-running=2", "--chunk=64", "--page-size=16", "--no-prompt-logprobs"
+BODY = {"prompt": list(range(10, 60)), "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+
+
+@pytest.fixture(autouse=True)
+def compiled_once(monkeypatch):
+    """The processes share what they compile, as all tests do."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
+
+@contextmanager
+def server(tiny_dir, role: str) -> Iterator[tuple[subprocess.Popen, httpx.Client]]:
+    pool = f"--kv-pool=shm:20MB:{NAME}"
+    command = [sys.executable, "-m", "serving.server", "--checkpoint", str(tiny_dir), *OPTIONS]
+    command += [pool, f"--role={role}", "--numerics=float32"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        lines = iter(process.stderr)
+        url = next(line for line in lines if line.startswith("listening on")).split()[2]
+        with httpx.Client(base_url=url, timeout=60) as client:
+            yield process, client
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def begun(client: httpx.Client, body: dict) -> dict:
+    asked = body | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    answer = client.post("/v1/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    return body | {"kv_transfer_params": answer.json()["kv_transfer_params"]}
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_after_it_has_begun(tiny_dir):
+    try:
+        with server(tiny_dir, "decode") as (_, second):
+            with server(tiny_dir, "prefill") as (process, first):
+                refused = first.post("/v1/completions", json=BODY)
+                assert refused.status_code == 400
+                one, two = begun(first, BODY), begun(first, BODY | {"prompt": BODY["prompt"][:33]})
+                process.kill()
+                process.wait()
+                with pytest.raises(httpx.TransportError):
+                    first.post("/v1/completions", json=BODY)
+            answers = [second.post("/v1/completions", json=body) for body in (one, two)]
+            for answer in answers:
+                assert answer.status_code == 200, answer.text
+                assert len(answer.json()["choices"][0]["token_ids"]) == 8
+            again = second.post(
+                "/v1/completions", json=one | {"stream": True, "return_token_ids": False}
+            )
+            assert again.status_code == 503
+            assert again.json()["error"]["code"] == "handoff_lost"
+            assert second.post("/v1/completions", json=BODY).status_code == 400
+            metrics = second.get("/metrics").text
+            assert 'dsv41_handoffs_total{event="taken"' in metrics
+            assert second.get("/worker").json()["role"] == "decode"
+    finally:
+        pool_path(NAME).unlink(missing_ok=True)
