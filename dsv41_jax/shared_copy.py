@@ -27,6 +27,7 @@ MAGIC = b"dsv41 shared copy 1\n"
 HUGE = 1 << 21  # arrays begin at multiples of it, so that huge pages can hold them
 PIECE = 1 << 24
 WAIT_S, POLL_S = 1800.0, 0.1
+_FOREIGN_S = 1.0  # for others that have found the same foreign file to let go of it
 _SAMPLES, _SAMPLE = 256, 4096
 _POPULATE_WRITE = 23  # of madvise, since Linux 5.14; an error where a store would be a bus error
 
@@ -128,9 +129,10 @@ def shared_copy(
     something else, or does not finish the copy within ``wait_s`` seconds.
     """
     path = directory / f"{PREFIX}{planes.digest[:32]}"
-    deadline, told = time.monotonic() + wait_s, False
+    began, told = time.monotonic(), False
+    deadline = began + wait_s
     while True:
-        handle = _attached(path, planes)
+        handle = _attached(path, planes, patient=time.monotonic() < began + _FOREIGN_S)
         if handle is not None:
             return SharedCopy(path, handle, planes, created=False)
         handle = _led(path)
@@ -146,8 +148,10 @@ def shared_copy(
         time.sleep(POLL_S)
 
 
-def _attached(path: Path, planes: Planes) -> int | None:
-    """A handle of the whole file with a lock that many may hold; None if there is none yet."""
+def _attached(path: Path, planes: Planes, patient: bool) -> int | None:
+    """A handle of the whole file with a lock that many may hold; None if there is none yet, or, to
+    the ``patient``, if another process holds a file with something else.
+    """
     handle = _opened(path, os.O_RDONLY)
     if handle is None:
         return None
@@ -156,6 +160,8 @@ def _attached(path: Path, planes: Planes) -> int | None:
     if _holds(handle, planes):
         return handle
     if not _locked(handle, path, fcntl.LOCK_EX):
+        if patient:  # the other one may be about to remove it, too
+            return None
         raise UserError(f"{path}: holds something else, and another process uses it")
     path.unlink()
     os.close(handle)

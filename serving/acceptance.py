@@ -39,7 +39,7 @@ def accept(
         return jax.tree.map(lambda leaf: leaf[:, None], sampled), jnp.zeros(b, jnp.int32)
     flat = jax.tree.map(lambda leaf: jnp.repeat(leaf, t, axis=0), sampling)
     places = (position[:, None] + jnp.arange(t)).reshape(-1)
-    every = counts and (lambda: _block_counts(counts(), drafts).reshape(b * t, -1))
+    every = None if counts is None else (lambda: _block_counts(counts(), drafts).reshape(b * t, -1))
     sampled = sample(logits.reshape(b * t, -1), flat, places, logprobs=logprobs, counts=every)
     sampled = jax.tree.map(lambda leaf: leaf.reshape(b, t, *leaf.shape[1:]), sampled)
     agree = (sampled.token[:, :-1] == drafts) & (jnp.arange(t - 1) < live[:, None])

@@ -57,7 +57,10 @@ def kept_by_search(scaled: Array, top_k: Array, top_p: Array) -> Array:
 
     def of_k() -> tuple[Array, Array]:
         end = _end(key, one, k)
-        return end, k - _before(key, end, one)
+        # Rows without top-k have what they have if no row has it.
+        return jnp.where(few, end, jnp.uint32(_NO_END)), jnp.where(
+            few, k - _before(key, end, one), k
+        )
 
     whole = jnp.full(rows, _NO_END, jnp.uint32), k
     end_k, left = jax.lax.cond(jnp.any(few), of_k, lambda: whole)
@@ -66,7 +69,7 @@ def kept_by_search(scaled: Array, top_k: Array, top_p: Array) -> Array:
     target = jnp.where(top_p < 1, top_p, 2) * total
     end = jnp.minimum(_end(key, p, target), end_k)
     count = jnp.ceil((target - _before(key, end, p)) / _each(key, end, p))
-    count = jnp.where(end == end_k, jnp.minimum(count, left), jnp.maximum(count, 1))
+    count = jnp.maximum(jnp.where(end == end_k, jnp.minimum(count, left), count), 1)
     equal = key == end[:, None]
     within = equal & (jnp.cumsum(equal, axis=1) <= count[:, None])
     return (key < end[:, None]) | within

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from dsv41_jax.errors import UserError
-from pallas_kernels.all_reduce.exchange import MAX_ROWS, WORDS
+from pallas_kernels.all_reduce.exchange import MAX_ROWS, VECTOR_BYTES
 from pallas_kernels.dispatch import on_hopper
 from pallas_kernels.numerics import Numerics
 from sharding.layouts import Division
@@ -63,4 +63,4 @@ def _gathered_bytes(division: Division) -> int:
     parts = [(cfg.hc_mult + 1) * cfg.hidden_size, cfg.attention_width]
     sizes = [AGREED, 4 * -(-cfg.vocab_size // ranks)]
     sizes += [2 * n for n in whole] + [2 * -(-n // ranks) for n in parts]
-    return -(-max(sizes) // WORDS) * WORDS
+    return -(-max(sizes) // VECTOR_BYTES) * VECTOR_BYTES

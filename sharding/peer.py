@@ -25,7 +25,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv41_jax.errors import UserError
-from pallas_kernels.all_reduce.exchange import HALVES, SENTINEL, SLOTS, WORDS, Exchange
+from pallas_kernels.all_reduce.exchange import HALVES, SENTINEL, SLOTS, VECTOR_BYTES, Exchange
 from pallas_kernels.all_reduce.op import (
     build_all_reduce,
     build_all_reduce_norm,
@@ -167,7 +167,7 @@ class PeerCalls:
         all at most its room.
         """
         self._check_axes(axes)
-        n, multiple = x.shape[1], WORDS // x.dtype.itemsize
+        n, multiple = x.shape[1], VECTOR_BYTES // x.dtype.itemsize
         padded = jnp.pad(x, ((0, 0), (0, -n % multiple)))
         half = self.count(GATHER) % HALVES
         self.kinds.append(GATHER)
@@ -187,7 +187,7 @@ class PeerCalls:
             self.all_reduce(jnp.zeros((e.rows, e.width), jnp.bfloat16), self.memory.axes)
         ends = {*self.kinds[:1], *self.kinds[-1:]}
         if ends == {GATHER} and self.count(GATHER) % HALVES:
-            self.gather(jnp.zeros((1, WORDS // 4), jnp.int32), self.memory.axes)
+            self.gather(jnp.zeros((1, VECTOR_BYTES // 4), jnp.int32), self.memory.axes)
         after = self.table if self.last is None else self.last
         report = build_report(self.memory.kernels)
         return report(self.table, after, self.memory.axes, exchange=e)
@@ -217,7 +217,7 @@ def traced_calls() -> PeerCalls:
     """Those of the program that is being traced; ValueError if it has no peer memory."""
     calls = _TRACED.get()
     if calls is None:
-        raise ValueError("the peer-to-peer all-reduce must be traced inside PeerMemory.calls")
+        raise ValueError("peer-to-peer calls must be traced inside PeerMemory.calls")
     return calls
 
 
@@ -232,7 +232,7 @@ def check_devices(mesh: Mesh, kernels: str) -> None:
     foreign = {d.process_index for d in mesh.devices.flat} - {jax.process_index()}
     if foreign:
         raise UserError(
-            f"the peer-to-peer all-reduce needs one process for all devices of a mesh, process"
+            f"peer-to-peer calls need one process for all devices of a mesh, process"
             f" {min(foreign)} holds some of these"
         )
     try:

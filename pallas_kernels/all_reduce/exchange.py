@@ -9,7 +9,7 @@ HALVES = 2  # a gather clears what it has read, while peers may write for the ne
 SENTINEL = 0x80008000  # a word that has not arrived: two bf16 -0.0, which no rank ever sends
 THREADS = 128
 VECTOR = 8  # bf16 that a thread moves at once, 16 bytes
-WORDS = 16  # the same in bytes
+VECTOR_BYTES = 16
 MAX_ROWS = 64
 MAX_RANKS = 16
 RESIDENT = 4 * 132  # blocks that a Hopper GPU surely holds at once
@@ -42,8 +42,8 @@ class Exchange:
             raise ValueError(f"{self.width=} must be a positive multiple of {VECTOR}")
         if not 0 < self.timeout_s <= 60:
             raise ValueError(f"{self.timeout_s=} must be above 0 and at most 60")
-        if self.room < 0 or self.room % WORDS:
-            raise ValueError(f"{self.room=} must be a multiple of {WORDS}, or 0")
+        if self.room < 0 or self.room % VECTOR_BYTES:
+            raise ValueError(f"{self.room=} must be a multiple of {VECTOR_BYTES}, or 0")
         if self.grid > RESIDENT:
             raise ValueError(
                 f"{self.width=} must be at most {RESIDENT * THREADS * VECTOR // self.rows}"
@@ -97,7 +97,7 @@ class Exchange:
     @property
     def gathers(self) -> int:
         """Byte at which the halves begin."""
-        return self.fault + WORDS
+        return self.fault + VECTOR_BYTES
 
     @property
     def words(self) -> int:
@@ -121,8 +121,10 @@ class Gather:
     union: bool
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.nbytes < 1 or self.nbytes % WORDS:
-            raise ValueError(f"{self.rows=} x {self.nbytes=} must be rows of whole {WORDS} bytes")
+        if self.rows < 1 or self.nbytes < 1 or self.nbytes % VECTOR_BYTES:
+            raise ValueError(
+                f"{self.rows=} x {self.nbytes=} must be rows of whole {VECTOR_BYTES} bytes"
+            )
         if self.rows * self.nbytes > self.exchange.room:
             raise ValueError(
                 f"{self.rows=} x {self.nbytes=} must fit in {self.exchange.room=} bytes"
@@ -130,7 +132,7 @@ class Gather:
 
     @property
     def vectors(self) -> int:
-        return self.rows * self.nbytes // WORDS
+        return self.rows * self.nbytes // VECTOR_BYTES
 
     @property
     def grid(self) -> int:

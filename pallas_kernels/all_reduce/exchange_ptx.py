@@ -13,7 +13,7 @@ from pallas_kernels.all_reduce.exchange import SENTINEL, SLOTS, THREADS, Exchang
 POLLS = 1024  # between two looks at the clock
 NAN = 0x7FFF7FFF  # two bf16: the result of a call that got no answer
 
-VALUES = ("a0", "a1", "a2", "a3")  # a thread's vector in the kernels of this file
+VALUES = ("a0", "a1", "a2", "a3")  # a thread's vector
 
 
 def vector(names: Sequence[str]) -> str:

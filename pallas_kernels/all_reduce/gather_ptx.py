@@ -5,7 +5,7 @@ peers write there again only behind the call that follows, which needs what this
 this one.
 """
 
-from pallas_kernels.all_reduce.exchange import SENTINEL, THREADS, WORDS, Gather
+from pallas_kernels.all_reduce.exchange import SENTINEL, THREADS, VECTOR_BYTES, Gather
 from pallas_kernels.all_reduce.exchange_ptx import (
     NAN,
     VALUES,
@@ -60,7 +60,7 @@ def program(g: Gather, half: int) -> list[str]:
 
 def _own_values() -> list[str]:
     """A vector of this rank, no word of which is the sentinel; ``offset``: where it lies."""
-    lines = [f"mul.wide.u32 offset, index, {WORDS}; mov.b64 in, $0; add.s64 in, in, offset;"]
+    lines = [f"mul.wide.u32 offset, index, {VECTOR_BYTES}; mov.b64 in, $0; add.s64 in, in, offset;"]
     lines += [f"ld.global.v4.b32 {vector(VALUES)}, [in];"]
     for value in VALUES:
         lines += [f"setp.eq.b32 more, {value}, {SENTINEL}; @more mov.b32 {value}, 0;"]
@@ -80,11 +80,11 @@ def _store(g: Gather) -> list[str]:
             "mov.b64 out, $2; add.s64 out, out, offset;",
             f"st.global.v4.b32 [out], {vector(parts(0))};",
         ]
-    across = g.nbytes // WORDS
+    across = g.nbytes // VECTOR_BYTES
     return [
         f"div.u32 row, index, {across}; mul.lo.u32 column, row, {across};",
         "sub.u32 column, index, column;",
-        f"mul.wide.u32 out, row, {g.result}; mul.wide.u32 place, column, {WORDS};",
+        f"mul.wide.u32 out, row, {g.result}; mul.wide.u32 place, column, {VECTOR_BYTES};",
         "add.s64 out, out, place; mov.b64 place, $2; add.s64 out, out, place;",
         *(f"st.global.v4.b32 [out+{j * g.nbytes}], {vector(parts(j))};" for j in each(e)),
     ]

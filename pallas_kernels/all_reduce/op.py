@@ -3,9 +3,9 @@ with the expansion, collapse and RMSNorm that follow (ARCHITECTURE sections 3 an
 of what ranks have of one array.
 
 ``mosaic`` stores to the memory of the other GPUs of the host: ``table`` int32 [1, K] says where,
-``sharding.peer`` makes it. ``slot``: the number of the call modulo 3; every rank makes the same
-calls in the same order, a program's number of calls is divisible by 3, and all of them that share
-a table have its ``exchange``. ``half``: 0 or 1, another one than that of the gather before if no
+``sharding.peer`` makes it. ``slot``: the number of the sum modulo 3; every rank makes the same
+calls in the same order, a program's number of sums is divisible by 3, and all calls that share a
+table have its ``exchange``. ``half``: 0 or 1, another one than that of the gather before if no
 call lies between. ``after``: an array that the call waits for, the result of the one
 before it. A rank that gets no answer in time sets its error word and returns NaN. ``reference``
 takes the same arguments and needs none of it. ``auto`` is the reference.

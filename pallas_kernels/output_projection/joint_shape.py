@@ -13,6 +13,7 @@ DEPTH = 4  # units of weights on their way to a warp's registers
 PART = 512  # outputs of the first half that a cluster makes
 SUMMED = 16  # parts of an output, at most
 PAD = 4  # words between the sums of two rows of activations
+SMEM_BYTES = 226 * 1024
 
 
 @dataclass(frozen=True)
@@ -104,4 +105,5 @@ def joint(rows: int, groups: int, rank: int, k: int, hidden: int, *, round: bool
         and k % (UNIT * DEPTH * WARPS * STRIP * BLOCKS // PART) == 0
         and hidden % (BLOCKS * WARPS * STRIP) == 0
     )
-    return Joint(rows, groups, rank, k, hidden, round) if fits else None
+    made = Joint(rows, groups, rank, k, hidden, round) if fits else None
+    return made if made is not None and 4 * made.words <= SMEM_BYTES else None

@@ -197,7 +197,7 @@ class Check:
                 yield case, self.values(case, self.result(ours, case), want)
             progress_line(f"{kernels}: Mosaic kernels {ours.launched() or 'none'}")
 
-    def side(self, ops: Ops, kernels: str, pool: ThreadPoolExecutor) -> "Side":
+    def side(self, ops: Ops, kernels: str, pool: ThreadPoolExecutor) -> Side:
         """Weights as ``kernels`` reads them, and the programs of given operations."""
         began = time.perf_counter()
         sets = weight_sets(self.cfg, SERVING, self.placement, self.sets, kernels, draft=True)
@@ -210,7 +210,7 @@ class Check:
         progress_line(f"{kernels}: weights in {time.perf_counter() - began:.0f} s")
         return Side(kernels, programs, params, pool)
 
-    def result(self, side: "Side", case: Case) -> Result:
+    def result(self, side: Side, case: Case) -> Result:
         cache, kept = self.filled(case), []
         for dispatch in self.dispatches(case):
             inputs = side.programs.put(program_inputs(self.cfg, dispatch, case.replay))

@@ -51,11 +51,13 @@ def run(arguments: argparse.Namespace) -> None:
     """A row an option and batch; exit status 1 if search and sort keep ids of more probability
     apart than the rounding of their sums explains.
     """
-    rows = []
-    for text in arguments.batch.split(","):
-        if not (text.isascii() and text.isdigit() and int(text)) or arguments.vocabulary < LOGPROBS:
-            raise UserError(f"--batch {text}, --vocabulary: must be numbers, the latter over 20")
-        rows += _of_batch(int(text), arguments.vocabulary)
+    batches = arguments.batch.split(",")
+    for text in batches:
+        if not (text.isascii() and text.isdigit() and int(text)):
+            raise UserError(f"--batch {text}: must be positive numbers")
+    if arguments.vocabulary < LOGPROBS:
+        raise UserError(f"--vocabulary {arguments.vocabulary} must be at least {LOGPROBS}")
+    rows = [row for text in batches for row in _of_batch(int(text), arguments.vocabulary)]
     report(rows, arguments.json)
     if any(row["moved"] > MOST_MOVED for row in rows):
         raise SystemExit(1)

@@ -90,6 +90,7 @@ def test_launches_fit_twice():
     assert joint(9, 8, 1024, 4096, 5120, round=True) is None
     assert joint(1, 8, 1000, 4096, 5120, round=True) is None
     assert joint(1, 16, 1024, 4096, 5120, round=True) is None
+    assert joint(1, 2, 1024, 16384, 5120, round=True) is None  # more shared memory than there is
     with pytest.raises(ValueError, match=r"self.rows=9 must be 1 to 8"):
         shape(9)
     with pytest.raises(ValueError, match=r"self.k=1000 must be a multiple of 512"):

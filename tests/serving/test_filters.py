@@ -10,6 +10,7 @@ import pytest
 
 from serving import filters
 from serving.batch import neutral_sampling
+from serving.filters import kept_by_search
 from serving.sampler import sample
 
 VOCAB = 640
@@ -70,7 +71,7 @@ def options(rng: np.random.Generator, rows: int):
     sampling = neutral_sampling(rows, 0, None)
     sampling.temperature[:] = rng.choice([0, 0.3, 0.7, 1, 1.5], rows)
     sampling.top_k[:] = rng.choice([0, 0, 1, 2, 7, 50, VOCAB - 1, VOCAB, 2**31 - 1], rows)
-    sampling.top_p[:] = rng.choice([1, 1, 1e-9, 0.1, 0.5, 0.9, 0.95, 0.99], rows)
+    sampling.top_p[:] = rng.choice([1, 1, 0, 1e-9, 0.1, 0.5, 0.9, 0.95, 0.99], rows)
     sampling.min_p[:] = rng.choice([0, 0, 0, 0.02, 0.3], rows)
     sampling.seed[:] = rng.integers(0, 2**32, rows, np.uint32)
     return sampling
@@ -94,6 +95,18 @@ FILTERS = {
     "min-p": {"min_p": 0.1},
     "all": {"top_k": 30, "top_p": 0.8, "min_p": 0.01},
 }
+
+
+@pytest.mark.parametrize("kind", ["coarse", "few values"])
+def test_a_row_keeps_what_it_keeps_beside_neighbours_with_top_k(kind):
+    rows = 256
+    logits = logits_of(kind, np.random.default_rng(6), (rows, VOCAB))
+    scaled = logits - logits.max(axis=1, keepdims=True)
+    top_k, top_p = np.zeros(rows, np.int32), np.linspace(0.05, 0.95, rows, dtype=np.float32)
+    search = jax.jit(kept_by_search)
+    alone = np.asarray(search(scaled, top_k, top_p))
+    top_k[::2] = 9
+    np.testing.assert_array_equal(np.asarray(search(scaled, top_k, top_p))[1::2], alone[1::2])
 
 
 @pytest.mark.parametrize("name", FILTERS)
