@@ -32,8 +32,8 @@ class HandedFetch(PoolFetch):
     @property
     def lost(self) -> bool:
         """Whether something will never come."""
-        whole = self.record is not None and self.stop == self._complete
-        return self.waits is None and not whole
+        # First whether it waits: what is still on its way may arrive in between.
+        return self.waits is None and (self.record is None or self.stop != self._complete)
 
     @property
     def hit(self) -> int:

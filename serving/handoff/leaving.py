@@ -104,12 +104,13 @@ class Departures:
             else:
                 told.append(event)
         for leaving in list(self._leaving.values()):
-            if not leaving.over:
+            over, sequence = leaving.over, leaving.sequence
+            if not over:
                 if time.monotonic() < leaving.deadline:
                     continue
                 leaving.why = "the pool took too long"
+            sequence.left = leaving.ticket if over else None
             self._end(leaving)
-            sequence, sequence.left = leaving.sequence, leaving.ticket
             if sequence.left is None:
                 sequence.result.finish_reason, sequence.result.fault = "error", leaving.why
                 failed.append(sequence)
@@ -128,6 +129,8 @@ class Departures:
         if leaving in self._new:
             self._new.remove(leaving)
         leaving.given_up = True
+        if leaving.ticket is not None and sequence.left is None:
+            self._tier.pool.stores.submit(self._tier.forget, sequence, leaving.ticket)
         leaving.rank.pool.give_back(sequence.pages)
         sequence.pages, sequence.stage = [], Stage.DONE
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from dsv41_jax.errors import UserError
 from serving.buckets import Bucket
+from serving.handoff.ticket import FIELD
 from serving.request import Request
 
 ROLES = "both", "prefill", "decode"
@@ -60,14 +61,14 @@ def check_handoff(request: Request, options: HandoffOptions | None) -> None:
     handed = request.hands_off or request.ticket is not None
     if options is None:
         if handed:
-            raise UserError("kv_transfer_params: this engine has no pool to hand requests through")
+            raise UserError(f"{FIELD}: this engine has no pool to hand requests through")
         return
     if options.role == "prefill" and not request.hands_off:
         rule = "must hold do_remote_decode: true, this engine only begins requests"
-        raise UserError(f"kv_transfer_params: {rule}")
+        raise UserError(f"{FIELD}: {rule}")
     if options.role == "decode" and request.ticket is None:
         rule = "must be those of a prefill engine's answer, this engine never runs a prompt"
-        raise UserError(f"kv_transfer_params: {rule}")
+        raise UserError(f"{FIELD}: {rule}")
     if handed and request.prompt_logprobs is not None:
         raise UserError("prompt_logprobs: a request with them cannot be handed off")
     if request.hands_off and (request.max_new_tokens != 1 or request.ticket is not None):

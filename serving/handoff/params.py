@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv41_jax.errors import UserError
-from serving.handoff.ticket import NAME_BYTES, Ticket
+from serving.handoff.ticket import FIELD, NAME_BYTES, Ticket
 from serving.request import Request
 
-FIELD = "kv_transfer_params"
 _LARGEST = 2**31
 
 

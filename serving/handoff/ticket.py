@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 
 NAME_BYTES = 16
+# Of bodies and answers: where they speak of hand-offs, and the code of an error that is a lost one.
+FIELD = "kv_transfer_params"
+LOST = "handoff_lost"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Follows the events of one data rank of a worker over ZMQ."""
 
+import logging
 import threading
 import time
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from serving.kv_events.sockets import Endpoint, new_socket, zmq_module
 from serving.kv_events.wire import sequence_bytes
 
 # A replay that says nothing for so long is asked for again, one that is of no use after a while.
-_ANSWER_S = 2.0
+_ANSWER_S = 20.0
 _RETRY_S = 0.5
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,15 @@ class Subscriber:
         for address in (events, replay):
             Endpoint.parse(address, "kv events:")
         self._zmq = zmq_module()
-        self._replay, self._quiet_s = replay, quiet_s
+        self._events, self._replay, self._quiet_s = events, replay, quiet_s
         self._follower = Follower(deliver, rank=rank, page_size=page_size, name=events)
         self._live = self._connected("SUB", events)
         self._live.subscribe(b"")
         self._lost = self._live.get_monitor_socket(self._zmq.EVENT_DISCONNECTED)
         self._stop, self._stopped = socketpair()
-        self._thread = threading.Thread(target=self._run, name=f"kv-events {events}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._guarded, name=f"kv-events {events}", daemon=True
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -81,6 +85,18 @@ class Subscriber:
         sock.reconnect_ivl, sock.reconnect_ivl_max = 50, 1000
         sock.connect(address)
         return sock
+
+    def _guarded(self) -> None:
+        """After a fault everything is asked for anew."""
+        going = True
+        while going:
+            try:
+                self._follower.forget()
+                self._run()
+                going = False
+            except Exception:
+                _log.exception("kv events of %s: a fault, they are asked for anew", self._events)
+                going = not self._stopped_within(_RETRY_S)
 
     def _run(self) -> None:
         poller = self._zmq.Poller()

@@ -72,8 +72,8 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"of the workers, asked of clients too; or in {_KEY_VARIABLE}; else what a client "
-        "sends is left to the workers",
+        help=f"of the workers, asked of clients too; or in {_KEY_VARIABLE}; without it workers "
+        "with one are refused",
     )
     parser.add_argument(
         "--retries", type=int, default=2, metavar="N", help="other workers before the first byte"

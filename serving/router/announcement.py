@@ -20,7 +20,8 @@ _COMMON = ("model", "fingerprint", "page_size")
 class Announcement(Struct, frozen=True):
     """model: the first of ``names``. fingerprint: what must agree for pages to be shared. slots and
     pages: of a data rank. chunk: prompt rows a step. context: most tokens of a request. kv_events,
-    kv_replay: endpoints, one a data rank, or none. pool: the backend behind its caches.
+    kv_replay: endpoints, one a data rank, or none. pool: what is behind its caches. handoff: the
+    form of what it hands over.
     """
 
     model: Name
@@ -36,6 +37,7 @@ class Announcement(Struct, frozen=True):
     kv_events: list[str]
     kv_replay: list[str]
     pool: str | None = None
+    handoff: str | None = None
 
     def endpoints(self, url: str) -> list[tuple[str, str]]:
         """Addresses of events and replay a data rank; those of any host are at the worker's own.
@@ -47,7 +49,8 @@ class Announcement(Struct, frozen=True):
 
     def difference(self, other: "Announcement") -> str | None:
         """In what it does not belong to the fleet of ``other``; None if it does."""
-        for name in _COMMON:
+        split = "both" not in (self.role, other.role)
+        for name in (*_COMMON, "handoff") if split else _COMMON:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name} {mine!r} is not the others' {theirs!r}"

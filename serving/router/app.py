@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -129,8 +130,7 @@ class Front:
         return JSONResponse(_row(member))
 
     async def _ask(self, request: Request) -> Ask:
-        query = f"?{request.url.query}" if request.url.query else ""
-        path = request.scope["raw_path"].decode("latin-1") + query
+        path = _passed_path(request.scope)
         body = await read_body(request, self.options)
         return Ask.parse(request.method, path, request.headers.raw, body)
 
@@ -144,6 +144,16 @@ class _Routed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_gone(receive, self._router.route(self._ask, send))
+
+
+def _passed_path(scope: Scope) -> str:
+    """Path and query as they came. ApiError 404 for a path that would lead to another host or to
+    what of a worker is not for clients, once it stands behind the worker's URL.
+    """
+    path, query = scope["raw_path"], scope["query_string"]
+    if not path.startswith(b"/") or {b".", b".."} & set(unquote_to_bytes(path).split(b"/")):
+        raise ApiError(404, "Not Found")
+    return (path + b"?" * bool(query) + query).decode("latin-1")
 
 
 def _copied(answer) -> Response:

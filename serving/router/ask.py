@@ -6,15 +6,17 @@ from typing import Any
 
 import msgspec
 
+from serving.server.limits import RANK_HEADER
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-RANK_HEADER = b"x-data-parallel-rank"
+_RANK = RANK_HEADER.lower().encode()
 Headers = list[tuple[bytes, bytes]]
 # Of one connection alone (RFC 9110), or made anew on the other.
 _NOT_PASSED = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade host content-length date server expect".split()
-) | {RANK_HEADER}
+) | {_RANK}
 
 
 def passed(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

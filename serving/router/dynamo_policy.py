@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Awaitable, Hashable, Sequence
+from collections.abc import Awaitable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,8 @@ from serving.routing.score import Overlap, Target
 MISSING_EXTRA = "--policy dynamo: the extra [route] is not installed"
 _log = logging.getLogger(__name__)
 _SUBSCRIBED_S = 10.0
+# Of a large pool, told at a time.
+_PAGES = 1000
 
 
 def dynamo_module() -> Any:
@@ -97,10 +99,12 @@ class _PoolPages:
             self.pages.pop(page, None)
             self.put.pop(page, None)
 
-    def everything(self) -> list[Event]:
+    def stored(self, hashes: Iterable[int]) -> list[Event]:
+        """Those of the pages that are still there."""
+        there = [(page, *self.pages[page]) for page in hashes if page in self.pages]
         return [
             Stored([page], parent, tokens.tolist(), self.page_size, None, POOL)
-            for page, (parent, tokens) in self.pages.items()
+            for page, parent, tokens in there
         ]
 
 
@@ -154,17 +158,18 @@ class DynamoPolicy:
             if pool is not None:
                 self._pool_of[target] = pool
                 pages = self._pools.setdefault(pool, _PoolPages(said.page_size))
-                if known := pages.everything():
-                    channel.send(known)
+                await self._tell_all(target, channel, pages)
 
     async def leave(self, targets: Sequence[Target]) -> None:
         for target in targets:
             if channel := self._channels.get(target):
-                self.events(target, [Cleared()])
-                await self._service.delete_worker(self._numbers[target])
-                channel.close()
-                del self._channels[target]
-                self._pool_of.pop(target, None)
+                try:
+                    self.events(target, [Cleared()])
+                    await self._settled(self._service.delete_worker(self._numbers[target]))
+                finally:
+                    channel.close()
+                    del self._channels[target]
+                    self._pool_of.pop(target, None)
         gone = set(targets)
         for key in [key for key, found in self._booked.items() if found.target in gone]:
             del self._booked[key]
@@ -189,8 +194,25 @@ class DynamoPolicy:
         pages = self._pools[pool]
         gone = [page for page, owner in pages.put.items() if owner == target]
         pages.remove(gone)
-        self._tell(pool, Removed(gone, POOL))
-        self._channels[target].send([Cleared(), *pages.everything()])
+        for start in range(0, len(gone), _PAGES):
+            self._tell(pool, Removed(gone[start : start + _PAGES], POOL))
+        channel = self._channels[target]
+        channel.send([Cleared()])
+        self._later(self._tell_all(target, channel, pages))
+
+    async def _tell_all(self, target: Target, channel: _Channel, pages: _PoolPages) -> None:
+        """A rank of what lies in its pool, with time for others in between. What comes meanwhile is
+        told again: its parent may not have been told before.
+        """
+        told: set[int] = set()
+        while rest := [page for page in pages.pages if page not in told]:
+            for start in range(0, len(rest), _PAGES):
+                if self._channels.get(target) is not channel:
+                    return
+                if known := pages.stored(rest[start : start + _PAGES]):
+                    channel.send(known)
+                await asyncio.sleep(0)
+            told.update(rest)
 
     def _tell(self, pool: str, event: Event) -> None:
         """All ranks that load from the pool."""
@@ -262,6 +284,6 @@ class DynamoPolicy:
             self._report(error)
 
     def _report(self, error: Any) -> None:
-        """A reservation may be gone with its rank."""
+        """A reservation may be gone with its rank, a rank never have been there."""
         if error.kind != "not_found":
             _log.warning("Dynamo: %s", error)

@@ -76,6 +76,11 @@ class Fleet:
         return {"prefill", "decode"} <= roles
 
     @property
+    def idle(self) -> list[str]:
+        """Workers that get nothing, as others compute prompts and answers apart."""
+        return [member.url for member in self if self.split and _role(member) == "both"]
+
+    @property
     def ready(self) -> bool:
         """Whether a request could be served."""
         needed: set[Role] = {"prefill", "decode"} if self.split else {"both"}
@@ -91,3 +96,7 @@ class Fleet:
         serving = [m for m in able if m.said and model in m.said.names]
         known = any(model in m.said.names for m in self if m.said)
         return [target for member in (serving if known else able) for target in member.targets]
+
+
+def _role(member: Member) -> Role | None:
+    return member.said.role if member.said is not None else None

@@ -89,9 +89,9 @@ class Monitor:
         if gone or member.failures >= self._checks.failures:
             if member.said is not None:
                 _log.warning("worker %s is down: %s %s", member.url, type(error).__name__, error)
-            await self._leave(member)
             for hop in list(member.hops):
                 hop.cut("it does not answer any more")
+            await self._leave(member)
 
     async def _accept(self, member: Member, said: Announcement, suspect: bool) -> None:
         pattern = self._fleet.pattern
@@ -107,11 +107,13 @@ class Monitor:
             try:
                 await self._on_join(member)
             except BaseException:
-                await self._on_leave(member)
-                member.said = None
+                await self._leave(member)
                 raise
             ranks = f"{said.data_ranks} data ranks, role {said.role}"
             _log.info("worker %s joins: %s, %s", member.url, said.model, ranks)
+            if idle := self._fleet.idle:
+                rest = ", ".join(idle)
+                _log.warning("prompts and answers are computed apart: %s will get no request", rest)
         if suspect or not member.suspect:
             member.available, member.suspect = True, False
 
@@ -125,8 +127,10 @@ class Monitor:
     async def _leave(self, member: Member) -> None:
         member.available = member.suspect = False
         if member.said is not None:
-            await self._on_leave(member)
-            member.said = None
+            try:
+                await self._on_leave(member)
+            finally:
+                member.said = None
 
     def _headers(self) -> dict[str, str]:
         key = self._checks.api_key

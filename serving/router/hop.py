@@ -9,12 +9,13 @@ import httpx
 import msgspec
 from starlette.types import Send
 
-from serving.router.ask import RANK_HEADER, Ask, Headers, passed
+from serving.router.ask import Ask, Headers, passed
 from serving.router.fleet import Member
 from serving.router.metrics import Metrics
 from serving.router.placer import Placer
 from serving.router.policy import Placed
 from serving.server.errors import ApiError
+from serving.server.limits import RANK_HEADER
 
 _EVENTS = "text/event-stream"
 _DONE = b"data: [DONE]\n\n"
@@ -53,7 +54,7 @@ class Hop:
         Broken if there is none.
         """
         rank = str(self.placed.target.rank).encode()
-        headers = [*ask.headers, (RANK_HEADER, rank)]
+        headers = [*ask.headers, (RANK_HEADER.encode(), rank)]
         url = self.member.url + ask.path
         request = httpx.Request(ask.method, url, headers=headers, content=body)
         async with self._unless_broken():

@@ -36,6 +36,7 @@ class QueuedPolicy:
         self._page_size = 1
         self._waiting: dict[Hashable, _Waiting] = {}
         self._pulse: asyncio.TimerHandle | None = None
+        self._refuses_at = 0.0
 
     @property
     def waiting(self) -> int:
@@ -89,6 +90,14 @@ class QueuedPolicy:
         if self._pulse is not None:
             self._pulse.cancel()
 
+    def _refuse(self) -> None:
+        """Those that have nowhere to go."""
+        for key, found in list(self._waiting.items()):
+            if not found.offer() and not found.answer.done():
+                del self._waiting[key]
+                self.queue.freed(key)
+                found.answer.set_exception(NoRank("none is left"))
+
     def _go_on(self) -> None:
         """Send who may go, refuse who has nowhere to go, and come again while anybody waits."""
         if self._pulse is not None:
@@ -102,10 +111,9 @@ class QueuedPolicy:
             if not found.answer.done():
                 placed = Placed(sent.key, sent.target, found.prompt, sent.overlap)
                 found.answer.set_result(placed)
-        for key, found in list(self._waiting.items()):
-            if not found.offer() and not found.answer.done():
-                del self._waiting[key]
-                found.answer.set_exception(NoRank("none is left"))
+        if now >= self._refuses_at:
+            self._refuses_at = now + _PULSE_S
+            self._refuse()
         if self._waiting:
             seconds = min(_PULSE_S, max(self.queue.wake_at - now, 0.001))
             self._pulse = asyncio.get_running_loop().call_later(seconds, self._go_on)

@@ -9,6 +9,7 @@ import httpx
 import msgspec
 from starlette.types import Send
 
+from serving.handoff.ticket import LOST
 from serving.kv_events.wire import Cleared, Event
 from serving.router.announcement import Role
 from serving.router.ask import Ask
@@ -20,14 +21,15 @@ from serving.router.metrics import Metrics
 from serving.router.placer import Placer
 from serving.router.policy import UNKNOWN, NoRank, Policy, Prompt
 from serving.router.prompts import RemoteTexts, Texts, Unreadable, read_prompt
-from serving.router.split import LOST, decode_body, handed_over, prefill_body
+from serving.router.split import decode_body, handed_over, prefill_body
 from serving.routing.score import Target
 from serving.server.errors import ApiError
 
 _log = logging.getLogger(__name__)
 # Answers that another worker might not give. What is wrong with a request is not among them.
 _ELSEWHERE = (429, 500, 502, 503, 504)
-_BUSY = 429
+# Those of them that tell of the worker, not of the request.
+_DOUBTFUL = (502, 503, 504)
 _CONNECT_S = 5.0
 # Below the time after which a worker closes a connection that nobody uses.
 _KEEP_S = 2.0
@@ -109,8 +111,10 @@ class Router:
             member = members[(self._turn + index) % len(members)]
             try:
                 return await self._ask(member, ask)
-            except (httpx.HTTPError, TimeoutError):
+            except httpx.HTTPError:
                 member.doubt()
+            except TimeoutError:
+                continue
         raise ApiError(503, "no worker can be reached")
 
     async def ask_all(self, ask: Ask) -> list[httpx.Response]:
@@ -178,6 +182,7 @@ class Router:
             try:
                 await hop.open(self._client, ask, body)
             except Broken as error:
+                hop.member.doubt()
                 await self._failed(hop, "broken")
                 _log.warning("worker %s: %s", hop.member.url, error)
                 continue
@@ -186,6 +191,8 @@ class Router:
                 raise
             if hop.whole is None or hop.status not in _ELSEWHERE or hop.error_code == LOST:
                 return hop
+            if hop.status in _DOUBTFUL:
+                hop.member.doubt()
             await self._failed(hop, str(hop.status))
             refused = hop
         if refused is not None:
@@ -194,8 +201,6 @@ class Router:
 
     async def _failed(self, hop: Hop, reason: str) -> None:
         self.metrics.failures.labels(hop.member.url, reason).inc()
-        if hop.status != _BUSY:
-            hop.member.doubt()
         await hop.close()
 
     async def _next_hop(
@@ -203,6 +208,8 @@ class Router:
     ) -> Hop | None:
         """A hop to the best worker that was not tried; None if there is none."""
         session = ask.header(self.options.sticky) if self.options.sticky else None
+        if session is not None:
+            session = f"{role} {session}"
 
         def offer() -> list[Target]:
             return [] if self._closing else self.fleet.targets(role, ask.model, tried)
@@ -231,8 +238,10 @@ class Router:
             self._feed.start(member)
 
     async def _leaves(self, member: Member) -> None:
-        await self._feed.stop(member)
-        await self._policy.leave(member.targets)
+        try:
+            await self._feed.stop(member)
+        finally:
+            await self._policy.leave(member.targets)
 
     def _events(self, target: Target, events: list[Event]) -> None:
         self.metrics.events.labels(target.worker).inc(len(events))

@@ -4,17 +4,15 @@ from typing import Any
 
 import msgspec
 
+from serving.handoff.ticket import FIELD
 from serving.router.ask import Ask
 from serving.router.hop import Hop
-
-PARAMETERS = "kv_transfer_params"
-LOST = "handoff_lost"
 
 
 def prefill_body(ask: Ask) -> bytes:
     """For the worker that computes the prompt and the first token."""
     fields = {**ask.fields, "max_tokens": 1, "stream": False}
-    fields[PARAMETERS] = {"do_remote_decode": True}
+    fields[FIELD] = {"do_remote_decode": True}
     fields.pop("stream_options", None)
     if fields.get("max_completion_tokens") is not None:
         fields["max_completion_tokens"] = 1
@@ -27,7 +25,7 @@ def prefill_body(ask: Ask) -> bytes:
 def handed_over(hop: Hop) -> dict[str, Any] | None:
     """What the first worker's answer has for the second one; None if that is nothing."""
     try:
-        found = msgspec.json.decode(hop.whole or b"")[PARAMETERS]
+        found = msgspec.json.decode(hop.whole or b"")[FIELD]
     except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError):
         return None
     return found if isinstance(found, dict) else None
@@ -35,4 +33,4 @@ def handed_over(hop: Hop) -> dict[str, Any] | None:
 
 def decode_body(ask: Ask, parameters: dict[str, Any]) -> bytes:
     """For the worker that goes on from the first token."""
-    return msgspec.json.encode({**ask.fields, PARAMETERS: parameters})
+    return msgspec.json.encode({**ask.fields, FIELD: parameters})

@@ -118,6 +118,8 @@ class Queue:
         self._running: dict[str, dict[Hashable, _Sent]] = {}
         self._began: dict[str, float] = {}
         self._most = 0.0
+        # Of all that wait, in whole rows, so that it does not drift.
+        self._work = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -182,6 +184,7 @@ class Queue:
         """A request has ended, however, or nobody waits for it any more."""
         if request := self._keys.pop(key, None):
             self._waiting.remove(request)
+            self._work -= request.work
         if target := self._sent.pop(key, None):
             self._queued[target.worker].pop(key, None)
             self._running[target.worker].pop(key, None)
@@ -212,7 +215,9 @@ class Queue:
             return
         request.overlaps, request.looked = request.look(), now
         rows = [self._rows(request, rank) for rank in request.overlaps]
+        self._work -= request.work
         request.work = min(rows, default=request.prompt)
+        self._work += request.work
 
     def _rows(self, request: Waiting, rank: Target) -> int:
         """Prompt rows that a rank would have to compute."""
@@ -239,7 +244,7 @@ class Queue:
         hold.
         """
         patience, ranks = self.patience, self.board.loads
-        share = patience.share * sum(each.work for each in self._waiting) / max(len(ranks), 1)
+        share = patience.share * self._work / max(len(ranks), 1)
         self._most = max(patience.step, share)
         return any(self._fits(0, rank, steps[rank.worker]) for rank in ranks)
 
@@ -329,6 +334,7 @@ class Queue:
     def _send(self, request: Waiting, target: Target) -> Placed:
         overlap = request.overlaps[target]
         self._waiting.remove(request)
+        self._work -= request.work
         del self._keys[request.key]
         sent = _Sent(target, self._rows(request, target), self._cost(request, target))
         self._running.setdefault(target.worker, {})

@@ -5,10 +5,9 @@ from typing import Any
 
 from serving.engine import Engine
 from serving.kv_events.publisher import Publisher
+from serving.kv_pool.options import PoolOptions
 from serving.server.errors import ApiError
-from serving.server.limits import ServerOptions
-
-RANK_HEADER = "X-data-parallel-rank"
+from serving.server.limits import RANK_HEADER, ServerOptions
 
 
 def announcement(
@@ -31,8 +30,14 @@ def announcement(
         "context": context,
         "kv_events": events.endpoints if events is not None else [],
         "kv_replay": events.replay_endpoints if events is not None else [],
-        "pool": said.kv_pool.backend if said.kv_pool is not None else None,
+        "pool": _pool(said.kv_pool) if said.kv_pool is not None else None,
+        "handoff": said.handoff.form if said.handoff is not None else None,
     }
+
+
+def _pool(options: PoolOptions) -> str:
+    """The same for two engines only if they load from one pool; shared memory is a host's."""
+    return f"{options.backend}:{options.name or options.address}"
 
 
 def data_rank(headers: Mapping[str, str], ranks: int) -> int | None:

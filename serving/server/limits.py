@@ -11,6 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serving.server.errors import ApiError
 
 OPEN_PATHS = ("/health", "/metrics")
+# Asks for a data rank of a worker.
+RANK_HEADER = "X-data-parallel-rank"
 # How much of a body over the limit is still read, so that the client sees the answer.
 _DISCARDED = 64 * 2**20
 

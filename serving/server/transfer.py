@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from serving.handoff.params import FIELD, params_of, transfer_of
+from serving.handoff.params import params_of, transfer_of
+from serving.handoff.ticket import FIELD, LOST
 from serving.request import Request
 from serving.server.errors import ApiError
 from serving.server.protocol import GenerationBody
@@ -22,7 +23,14 @@ def shared(body: GenerationBody, made: list[Request]) -> list[Request]:
 
 
 def handoffs(job: Job) -> dict[str, Any]:
-    """What the answer says beside its choices: where another server finds those handed off."""
+    """What the answer says beside its choices: where another server finds those handed off.
+    ApiError 503 if that is not known of all of them.
+    """
     left = [choice.sequence.left for choice in job.choices if choice.sequence is not None]
     tickets = [ticket for ticket in left if ticket is not None]
-    return {FIELD: params_of(tickets)} if tickets else {}
+    if not tickets:
+        return {}
+    if len(tickets) < len(job.choices):
+        rule = f"{len(tickets)} of {len(job.choices)} choices were handed off"
+        raise ApiError(503, f"the hand-off is lost: {rule}", code=LOST)
+    return {FIELD: params_of(tickets)}

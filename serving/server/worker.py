@@ -13,6 +13,7 @@ from typing import Any
 
 from dsv41_jax.process_memory import process_memory
 from serving.engine import Engine, Event
+from serving.handoff.ticket import LOST
 from serving.request import Request
 from serving.sequence import Sequence
 from serving.server.errors import ApiError
@@ -190,7 +191,7 @@ class Worker:
         if choice.open:
             self._end(choice, "error")
             message = f"the hand-off is lost: {why}"
-            choice.job.inbox.put_nowait(ApiError(503, message, code="handoff_lost"))
+            choice.job.inbox.put_nowait(ApiError(503, message, code=LOST))
 
     def _fail(self, error: Exception) -> None:
         self.failure = f"{type(error).__name__}: {error}"

@@ -255,6 +255,8 @@ def test_a_lost_one_does_not_wait_for_a_slot(split):
     requests = [ask(prompt(80 + i, 20), 60) for i in range(SLOTS)]
     begins = begun(a, requests)
     running = [b.add(to_go_on(r, s)) for r, s in zip(requests, begins, strict=True)]
+    for sequence in running:
+        eventually(lambda sequence=sequence: sequence.handed.waits is None)
     while not all(sequence.stage is Stage.DECODE for sequence in running):
         b.step()
     lost = b.add(replace(requests[0], ticket=Ticket(b"?" * NAME_BYTES, 100, 0)))

@@ -11,6 +11,7 @@ import pytest
 
 from serving.kv_pool.shm import pool_path
 from tests.conftest import ROOT
+from tests.serving.listening import named_url
 
 NAME = f"handoff-processes-{os.getpid()}"
 OPTIONS = "--port=0", "--max-running=2", "--chunk=64", "--page-size=16", "--no-prompt-logprobs"
@@ -31,10 +32,7 @@ def server(tiny_dir, role: str) -> Iterator[tuple[subprocess.Popen, httpx.Client
     command += [pool, f"--role={role}", "--numerics=float32"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stderr is not None
-        lines = iter(process.stderr)
-        url = next(line for line in lines if line.startswith("listening on")).split()[2]
-        with httpx.Client(base_url=url, timeout=60) as client:
+        with httpx.Client(base_url=named_url(process), timeout=60) as client:
             yield process, client
     finally:
         process.kill()
@@ -48,19 +46,36 @@ def begun(client: httpx.Client, body: dict) -> dict:
     return body | {"kv_transfer_params": answer.json()["kv_transfer_params"]}
 
 
+def begun_before_death(tiny_dir) -> list[dict]:
+    """Bodies with what a server has left that is killed then."""
+    with server(tiny_dir, "prefill") as (process, first):
+        refused = first.post("/v1/completions", json=BODY)
+        assert refused.status_code == 400
+        left = [begun(first, BODY), begun(first, BODY | {"prompt": BODY["prompt"][:33]})]
+        process.kill()
+        process.wait()
+        with pytest.raises(httpx.TransportError):
+            first.post("/v1/completions", json=BODY)
+    return left
+
+
+def gone_on(tiny_dir, second: httpx.Client) -> tuple[list[dict], list[httpx.Response]]:
+    """Bodies and their answers; from the beginning again, twice at most, if one is lost: a pool has
+    a second to answer, which a busy machine may exceed.
+    """
+    for _ in range(3):
+        left = begun_before_death(tiny_dir)
+        answers = [second.post("/v1/completions", json=body) for body in left]
+        if all("handoff_lost" not in answer.text for answer in answers):
+            break
+    return left, answers
+
+
 @pytest.mark.slow
 def test_a_server_that_dies_after_it_has_begun(tiny_dir):
     try:
         with server(tiny_dir, "decode") as (_, second):
-            with server(tiny_dir, "prefill") as (process, first):
-                refused = first.post("/v1/completions", json=BODY)
-                assert refused.status_code == 400
-                one, two = begun(first, BODY), begun(first, BODY | {"prompt": BODY["prompt"][:33]})
-                process.kill()
-                process.wait()
-                with pytest.raises(httpx.TransportError):
-                    first.post("/v1/completions", json=BODY)
-            answers = [second.post("/v1/completions", json=body) for body in (one, two)]
+            (one, _), answers = gone_on(tiny_dir, second)
             for answer in answers:
                 assert answer.status_code == 200, answer.text
                 assert len(answer.json()["choices"][0]["token_ids"]) == 8

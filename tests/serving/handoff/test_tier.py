@@ -172,6 +172,7 @@ def test_a_pool_that_fails_or_hangs_loses_it(make, store):
     c = make(lookup_s=0.05)
     gate = store.shut("lookup")
     assert c.fetched(ticket).lost and c.snapshot().late_lookups == 1
+    eventually(lambda: c._hangs)
     assert c.fetched(ticket).why == "the pool does not answer"
     gate.set()
     eventually(lambda: not c._hangs)

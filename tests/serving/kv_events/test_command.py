@@ -11,7 +11,8 @@ from serving.kv_events.hashes import page_hashes
 from serving.kv_events.subscriber import Subscriber
 from serving.kv_events.wire import DEVICE, POOL
 from serving.kv_pool.shm import pool_path
-from tests.serving.kv_events.support import Mirror, wait_for
+from tests.serving.kv_events.support import WAIT_S, Mirror, wait_for
+from tests.serving.listening import named_url
 
 PAGE, PROMPT, NEW = 16, 70, 20
 
@@ -26,10 +27,9 @@ def test_a_router_hears_of_the_device_and_the_pool(tiny_dir):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     mirror = Mirror()
     try:
-        assert process.stderr is not None
-        url = next(line for line in process.stderr if line.startswith("listening on")).split()[2]
-        said = httpx.get(f"{url}/worker").json()
-        assert len(said["fingerprint"]) == 64 and said["pool"] == "shm"
+        url = named_url(process)
+        said = httpx.get(f"{url}/worker", timeout=WAIT_S).json()
+        assert len(said["fingerprint"]) == 64 and said["pool"] == f"shm:{pool}"
         [events], [replay] = said["kv_events"], said["kv_replay"]
         subscriber = Subscriber(events, replay, mirror.deliver, page_size=said["page_size"])
         subscriber.start()

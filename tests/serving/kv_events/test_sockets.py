@@ -3,8 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
@@ -17,6 +16,7 @@ from serving.kv_events.subscriber import Subscriber
 from serving.kv_events.wire import DEVICE, END, POOL, decode, sequence_bytes, sequence_number
 from serving.prefix_cache import ROOT
 from tests.serving.kv_events.support import WAIT_S, Mirror, inserted, wait_for
+from tests.serving.listening import held_port
 
 zmq = pytest.importorskip("zmq", reason="the extra [route] is not installed")
 SIZE = 2
@@ -97,27 +97,50 @@ def test_what_was_lost_at_the_end_is_asked_for_when_it_is_quiet():
         assert subscriber.progress.malformed == 0
 
 
-def at_once(sock, address: str) -> bool:
-    """Whether the address is free by now, and the socket on it."""
+@contextmanager
+def two_ports() -> Iterator[Endpoint]:
+    """Two held ports in a row."""
+    with ExitStack() as stack:
+        while True:
+            port = stack.enter_context(held_port())
+            with suppress(OSError, OverflowError):
+                stack.enter_context(held_port(port + 1))
+                break
+        yield Endpoint("127.0.0.1", port)
+
+
+@contextmanager
+def published_again(endpoint: Endpoint, log: EventLog) -> Iterator[Publisher]:
+    """Where another publisher was, as soon as its ports are free."""
+    made: list[Publisher] = []
+
+    def opened() -> bool:
+        with suppress(UserError):
+            made.append(Publisher(endpoint, [log]))
+        return bool(made)
+
+    wait_for(opened)
+    made[0].start()
     try:
-        sock.bind(address)
-    except zmq.ZMQError:
-        return False
-    return True
+        yield made[0]
+    finally:
+        made[0].close()
 
 
 def test_a_publisher_that_restarts_is_another_one():
     """The second has told as much as the first when it is found."""
-    with published() as first, published() as second, followed(first) as (mirror, subscriber):
+    log = EventLog(0, SIZE, pool_pages=4)
+    log.append([inserted(1, ROOT, 2, 2)])
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(two_ports())
+        first = stack.enter_context(published(endpoint))
+        mirror, subscriber = stack.enter_context(followed(first))
         first.put(0, inserted(1, ROOT, 1, 1))
         wait_for(lambda: holds(mirror, A))
         first.close()
         wait_for(lambda: holds(mirror) and subscriber.progress.next is None)
-        second.put(0, inserted(1, ROOT, 2, 2))
-        wait_for(lambda: second._logs[0].next == 2)
-        addresses = first.endpoints[0], first.replay_endpoints[0]
-        for sock, address in zip((second._live[0], second._replays[0]), addresses, strict=True):
-            wait_for(partial(at_once, sock, address))
+        assert first._logs[0].next == log.next == 2
+        second = stack.enter_context(published_again(endpoint, log))
         wait_for(lambda: holds(mirror, B))
         second.put(0, inserted(2, ROOT, 3, 3))
         wait_for(lambda: holds(mirror, B, C))

@@ -2,7 +2,6 @@
 of but its command line.
 """
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 
 from tests.serving.kv_events.support import WAIT_S, wait_for
 from tests.serving.kv_events.worker import publishing_server
+from tests.serving.listening import held_port
 from tests.serving.server.support import NAME, Served
 
 pytest.importorskip("zmq", reason="the extra [route] is not installed")
@@ -55,15 +55,14 @@ class Router:
 @contextmanager
 def routed(workers: list[Served], log, *options: str) -> Iterator[Router]:
     """The router in front of workers, once it finds them healthy."""
-    port, metrics_port = free_port(), free_port()
     command = [sys.executable, "-m", "vllm_router.launch_router", "--host=127.0.0.1"]
-    command += [
-        f"--port={port}",
-        "--prometheus-host=127.0.0.1",
-        f"--prometheus-port={metrics_port}",
-    ]
     command += ["--worker-urls", *(worker.url for worker in workers), *options]
-    with log.open("w") as output:
+    with held_port() as port, held_port() as metrics_port, log.open("w") as output:
+        command += [
+            f"--port={port}",
+            "--prometheus-host=127.0.0.1",
+            f"--prometheus-port={metrics_port}",
+        ]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         router = Router(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}")
 
@@ -81,12 +80,6 @@ def routed(workers: list[Served], log, *options: str) -> Iterator[Router]:
         finally:
             process.kill()
             process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def test_what_it_sends_on_is_answered(workers, tmp_path):

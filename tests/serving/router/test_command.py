@@ -22,7 +22,7 @@ from serving.router.policy import OwnPolicy, RoundRobin
         (["--worker=h:1"], "--worker h:1 must be http://HOST:PORT"),
         (["--worker=http://h:1/v1"], "--worker http://h:1/v1 must be http://HOST:PORT"),
         (["--worker=http://a:1/"], "--worker http://a:1 is named twice"),
-        (["--port=99999", "--policy=own"], "--port 99999"),
+        (["--port=99999", "--policy=round-robin"], "--port 99999"),
         (["--checkpoint=nowhere", "--policy=round-robin"], "config.json"),
     ],
 )

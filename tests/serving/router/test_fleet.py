@@ -2,12 +2,14 @@
 
 import json
 import logging
+from contextlib import ExitStack
 
 import pytest
 
 from dsv41_jax.errors import UserError
 from serving.router.announcement import announcement
 from serving.router.fleet import Fleet
+from tests.serving.listening import held_port
 from tests.serving.router.fake import FakeWorker, Running, announced, wait_for
 from tests.serving.router.support import RunningRouter
 
@@ -96,9 +98,10 @@ def test_a_worker_that_announces_nothing(caplog):
 
 def test_all_workers_gone_and_back():
     fakes = [FakeWorker(), FakeWorker()]
-    first, second = Running(fakes[0].app()), Running(fakes[1].app())
-    ports = first.port, second.port
-    with RunningRouter(first.url, second.url) as router:
+    with ExitStack() as stack:
+        ports = [stack.enter_context(held_port()) for _ in fakes]
+        first, second = (Running(f.app(), port) for f, port in zip(fakes, ports, strict=True))
+        router = stack.enter_context(RunningRouter(first.url, second.url))
         refused = router.post(ASK)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["message"] == "no worker takes requests"

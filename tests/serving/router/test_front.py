@@ -79,6 +79,25 @@ def test_the_bytes_of_a_request_are_not_changed(pair):
     assert [seen.body for fake in pair.fakes for seen in fake.seen] == [body]
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        "%2Fv1%2Fmodels%2F@127.0.0.1:1/x",
+        "/v1/models/../../worker",
+        "/v1/models/%2e%2E/..%2F..%2Fworker",
+        "/v1/models/./m",
+    ],
+)
+def test_targets_that_lead_elsewhere(pair, target):
+    """As they stand in the request's first line, which clients would tidy up."""
+    with socket.create_connection(("127.0.0.1", pair.router.port), timeout=60) as connection:
+        head = f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        connection.sendall(head.encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 404 ") and b'"message":"Not Found"' in answer
+    assert pair.router.states() == dict.fromkeys(pair.urls, "up")
+
+
 def test_requests_spread_over_all_ranks(pair):
     for fake in pair.fakes:
         fake.go.clear()

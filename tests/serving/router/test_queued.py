@@ -127,6 +127,27 @@ def test_without_a_rank_nobody_waits(queued):
     queued(test)
 
 
+def test_who_is_refused_is_sent_nowhere(queued):
+    """Not even before it hears of it."""
+
+    async def test(policy):
+        targets = [A]
+        asked = [ask(policy, key, targets) for key in range(8)]
+        await settle()
+        sent = [key for key, task in enumerate(asked) if task.done()]
+        targets.clear()
+        policy._refuses_at = 0.0
+        policy.freed(sent[0])
+        assert policy.waiting == len(policy.queue) == 0
+        targets.append(A)
+        for key in sent:
+            policy.freed(key)
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert sum(isinstance(each, NoRank) for each in found) == 8 - len(sent) > 0
+
+    queued(test)
+
+
 def test_many_requests_through_a_router():
     """Nobody is lost or stays on the books, and one prompt at a time is sent to each rank."""
     fake, policy = FakeWorker(), QueuedPolicy(Weights())

@@ -40,12 +40,13 @@ class Decode(FakeWorker):
 
 
 @pytest.fixture
-def split():
+def split(request):
     prefills, decodes = [Prefill(), Prefill()], [Decode(), Decode()]
     servers = [Running(fake.app()) for fake in (*prefills, *decodes)]
     for server in servers:
         server.__enter__()
-    with RunningRouter(*(server.url for server in servers)) as router:
+    options = getattr(request, "param", {})
+    with RunningRouter(*(server.url for server in servers), **options) as router:
         router.await_states(*["up"] * 4)
         yield router, prefills, decodes
         wait_for(lambda: router.metric("in_flight") == 0)
@@ -75,6 +76,19 @@ def test_two_hops(split):
     assert second.fields == {**ASK, "kv_transfer_params": HANDED}
     for seen in (first, second):
         assert seen.headers["authorization"] == "Bearer k" and seen.rank in ("0", "1")
+
+
+@pytest.mark.parametrize("split", [{"sticky": "X-Session"}], indirect=True)
+def test_a_session_stays_on_a_rank_of_each_role(split):
+    router, prefills, decodes = split
+    for number in range(9):
+        router.post(ASK, headers={"x-session": f"s{number % 3}"})
+    for fakes in (prefills, decodes):
+        homes: dict = {}
+        for index, fake in enumerate(fakes):
+            for seen in fake.seen:
+                homes.setdefault((index, seen.rank), []).append(seen.headers["x-session"])
+        assert sorted(homes.values()) == [["s0"] * 3, ["s1"] * 3, ["s2"] * 3]
 
 
 def test_a_lost_hand_off_is_computed_again(split):

@@ -288,7 +288,9 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
-        assert len(self.fleet.queue) == len(self.waiting)
+        queue = self.fleet.queue
+        assert len(queue) == len(self.waiting)
+        assert queue._work == sum(each.work for each in queue._waiting)
         self.fleet.queue.board.check()
 
     def teardown(self):

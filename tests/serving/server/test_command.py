@@ -12,6 +12,7 @@ from dsv41_jax.config import Config
 from dsv41_jax.errors import UserError
 from serving.server.__main__ import _parser, engine_options, main
 from serving.server.serve import bound_socket
+from tests.serving.listening import named_url
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -81,9 +82,7 @@ def test_serves(tiny_dir):
     command += ["--max-running=2", "--chunk=64", "--no-prompt-logprobs", "--model-name=m"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stderr is not None
-        lines = iter(process.stderr)
-        url = next(line for line in lines if line.startswith("listening on")).split()[2]
+        url = named_url(process)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
             messages = [{"role": "user", "content": "Hi"}]
             answer = client.chat.completions.create(model="m", messages=messages, max_tokens=3)

@@ -10,7 +10,7 @@ from serving.kv_events.hashes import page_hashes
 from serving.kv_events.subscriber import Subscriber
 from serving.kv_events.wire import DEVICE, POOL
 from serving.server.__main__ import main
-from serving.server.announce import RANK_HEADER
+from serving.server.limits import RANK_HEADER
 from tests.serving.kv_events.support import Mirror
 from tests.serving.kv_events.worker import publishing_server
 from tests.serving.server.support import NAME, OPTIONS, Served, wait_for
@@ -48,6 +48,7 @@ def test_a_worker_says_what_it_is(scripted):
             "kv_events": [],
             "kv_replay": [],
             "pool": None,
+            "handoff": None,
         }
 
 
