@@ -1,5 +1,5 @@
-"""Runs pytest in a network of its own with nothing but loopback, since Mooncake's data ports listen
-on every address: ``unshare --net python -m tests.serving.kv_pool.in_namespace ARGUMENTS``.
+"""Runs pytest in a network of its own with nothing but loopback; Mooncake's data ports listen on
+every address: ``unshare --net python -m tests.serving.kv_pool.in_namespace ARGUMENTS``.
 """
 
 import fcntl
