@@ -1,7 +1,8 @@
 """What ``auto`` takes, on an sm_90 GPU, of kernels that do not win everywhere: the rows for which
 each of them was faster there than what XLA makes of the same operands, as far as both were timed
 (``baselines``; not yet: a norm before ``linear``, Engram rows above one). Others run through XLA.
-``mhc_site`` and ``output_projection`` take the place of three and two launches of kernels instead.
+``mhc_site`` and ``output_projection`` take the place of three and two launches of kernels; neither
+has run on a GPU yet.
 """
 
 from math import prod

@@ -31,10 +31,6 @@ class Residency:
             else:
                 self._holders.pop(key, None)
 
-    def cleared(self, target: Target) -> None:
-        """It holds nothing."""
-        self.removed(target, list(self._holders))
-
     def overlaps(self, keys: Sequence[Hashable]) -> dict[Target, int]:
         """How many leading pages of a prompt each rank holds that holds any."""
         found: dict[Target, int] = {}

@@ -17,7 +17,7 @@ def test_leading_pages_count_and_gaps_end_them():
     assert index.overlaps("abcde") == {RANKS[0]: 4, RANKS[1]: 1}
     index.removed(RANKS[0], "bz")
     assert index.overlaps("abcde") == {RANKS[0]: 1, RANKS[1]: 1}
-    index.cleared(RANKS[0])
+    index.removed(RANKS[0], "abcd")
     assert index.overlaps("abcde") == {RANKS[1]: 1}
     assert index.overlaps("") == {}
 
