@@ -17,11 +17,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 GOLDENS = ROOT / "tests" / "goldens"
 
-# Workers and repeated runs share compiled programs; the key covers program, options and jaxlib.
-# A size limit is what makes JAX lock the folder.
-jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
-jax.config.update("jax_compilation_cache_max_size", 1_000_000_000)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+# Workers, their processes and repeated runs share compiled programs; the key covers program,
+# options and jaxlib. A size limit is what makes JAX lock the folder and note when an entry was
+# used: whoever writes without one leaves entries over which JAX 0.10 cannot evict.
+COMPILED = {
+    "jax_compilation_cache_dir": str(ROOT / ".cache" / "jax"),
+    "jax_compilation_cache_max_size": 1_000_000_000,
+    "jax_persistent_cache_min_compile_time_secs": 0.3,
+}
+for option, value in COMPILED.items():
+    jax.config.update(option, value)
 
 
 # Folders whose tests share compiled programs; the order of all, others behind them.
@@ -43,6 +48,13 @@ def _load(name: str) -> dict[str, np.ndarray]:
 def goldens() -> Callable[[str], dict[str, np.ndarray]]:
     """``goldens("trace_quant_p37.npz")``: its arrays by key, read-only, loaded once a process."""
     return _load
+
+
+@pytest.fixture
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the test starts share compiled programs with all tests."""
+    for option, value in COMPILED.items():
+        monkeypatch.setenv(option.upper(), str(value))
 
 
 @pytest.fixture(scope="session")

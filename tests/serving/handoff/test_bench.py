@@ -10,13 +10,11 @@ from serving.kv_pool.fingerprint import fingerprint
 from serving.kv_pool.options import PoolOptions
 from serving.kv_pool.second_turn import Setting
 from serving.kv_pool.shm import pool_path
-from tests.conftest import ROOT
 from tests.serving.handoff.support import WAIT_S
 
 
 @pytest.mark.slow
-def test_both_forms(tiny_dir, monkeypatch):
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+def test_both_forms(tiny_dir, compiled_once):
     name = f"handoffs-{os.getpid()}"
     pool = PoolOptions(
         "shm",

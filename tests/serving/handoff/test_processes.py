@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from serving.kv_pool.shm import pool_path
-from tests.conftest import ROOT
 from tests.serving.listening import named_url
 
 NAME = f"handoff-processes-{os.getpid()}"
@@ -18,11 +17,7 @@ OPTIONS = "--port=0", "--max-running=2", "--chunk=64", "--page-size=16", "--no-p
 BODY = {"prompt": list(range(10, 60)), "max_tokens": 8, "temperature": 0, "return_token_ids": True}
 
 
-@pytest.fixture(autouse=True)
-def compiled_once(monkeypatch):
-    """The processes share what they compile, as all tests do."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @contextmanager

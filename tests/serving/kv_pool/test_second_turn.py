@@ -10,15 +10,9 @@ from serving.kv_pool.fingerprint import fingerprint
 from serving.kv_pool.options import PoolOptions
 from serving.kv_pool.second_turn import Engine, Setting, measure
 from serving.kv_pool.shm import pool_path
-from tests.conftest import ROOT
 from tests.serving.kv_pool.support import WAIT_S
 
-
-@pytest.fixture(autouse=True)
-def compiled_once(monkeypatch):
-    """The processes share what they compile, as all tests do."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def patient(checkpoint, **pool) -> Setting:

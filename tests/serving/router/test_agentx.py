@@ -26,10 +26,9 @@ SERVER = "serving.server", "--checkpoint", MINI, "--port=0", "--max-running=4", 
 @contextmanager
 def listening(log: Path, *command: str) -> Iterator[str]:
     """The URL of a process that says it is listening."""
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax")}
     with log.open("w+") as said:
         full = [sys.executable, "-m", *command]
-        with subprocess.Popen(full, cwd=ROOT, env=os.environ | cache, stderr=said) as process:
+        with subprocess.Popen(full, cwd=ROOT, stderr=said) as process:
             try:
                 yield _announced(process, log)
             finally:
@@ -52,7 +51,7 @@ def states(url: str) -> Iterable[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which(AIPERF) is None, reason=f"{AIPERF} is not installed")
-def test_no_request_fails(tmp_path):
+def test_no_request_fails(tmp_path, compiled_once):
     """And agents come back to the worker that has their prompt."""
     events = "--kv-events=tcp://127.0.0.1:0", "--max-model-len=4096", "--no-prompt-logprobs"
     with ExitStack() as running:
