@@ -1,17 +1,27 @@
 """The columns of x in the order of the weights' operands (``fragment_ptx``), for many rows."""
 
-from pallas_kernels.linear.broad_shape import GROUP, GROUP_BYTES, Broad
+from pallas_kernels.linear.broad_shape import GROUP, GROUP_BYTES, SMS, Broad
 from pallas_kernels.linear.fragment_ptx import UNIT, arrange, vector
+
+TURN = 8  # units that a block takes at once
+RESIDENT = 8 * SMS  # blocks
+
+
+def parts(s: Broad) -> int:
+    """Blocks that take turns at the units of a group of rows: a block waits for each of its own."""
+    return max(1, min(-(-s.units // TURN), RESIDENT // s.groups))
 
 
 def program(s: Broad) -> list[str]:
-    """Operands: x, image (GMEM), group of eight rows. A thread takes 8 columns of each of a
+    """Operands: x, image (GMEM), group of eight rows, part. A thread takes 8 columns of each of a
     unit's four runs of 16 of a row, so that it writes rows of core matrices. Rows past the end are
     0, as are columns.
     """
+    turn = TURN * parts(s)
     lines = [
         ".reg .b32 tid, t, j, u, i, c, w<16>, o<16>; .reg .b64 x, to, wide; .reg .pred p, in;",
         "mov.u32 tid, %tid.x; and.b32 t, tid, 7; bfe.u32 j, tid, 3, 1; shr.u32 u, tid, 4;",
+        f"mov.b32 i, $3; mad.lo.u32 u, i, {TURN}, u;",
         f"mad.lo.u32 i, $2, {GROUP}, t; setp.lt.u32 p, i, {s.rows}; mul.wide.u32 x, i, {2 * s.k};",
         f"add.s64 x, x, $0; mul.lo.u32 c, u, {UNIT}; mad.lo.u32 c, j, 8, c;",
         f"mul.wide.u32 wide, c, 2; add.s64 x, x, wide; mul.wide.u32 to, u, {s.groups};",
@@ -33,7 +43,7 @@ def program(s: Broad) -> list[str]:
     return [
         *lines,
         *[f"st.global.v4.b32 [to+{128 * r}], {vector('o', 4 * r)};" for r in range(4)],
-        f"add.u32 c, c, {8 * UNIT}; add.s64 x, x, {16 * UNIT};",
-        f"add.s64 to, to, {8 * s.groups * GROUP_BYTES}; bra UNITS;",
+        f"add.u32 c, c, {turn * UNIT}; add.s64 x, x, {2 * turn * UNIT};",
+        f"add.s64 to, to, {turn * s.groups * GROUP_BYTES}; bra UNITS;",
         "END:",
     ]

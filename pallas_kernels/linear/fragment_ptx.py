@@ -17,7 +17,8 @@ _S, _H, _Q, _L = np.ogrid[:STEPS, :2, :4, :2]
 ORDER = 16 * _Q + 4 * _S + 2 * _L + _H  # [step, half, quad thread, lane] -> column of the unit
 
 # The compiler moves loads down to their use to save registers; not past this, which costs nothing,
-# unless they take the constant path (nc).
+# unless they take the constant path (nc). What only reads registers it moves up past this, past
+# barriers even, and so between the loads, where it waits for the first of them; not past a branch.
 PIN = "bar.warp.sync 0xffffffff;"
 # Blocks of a cluster meet: what they wrote to shared memory before is there; and without that.
 MEET = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"

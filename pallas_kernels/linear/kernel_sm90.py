@@ -161,11 +161,11 @@ def skinny_launcher(s: Skinny, after: bool = False) -> Callable:
 def broad_launcher(s: Broad, after: bool = False) -> Callable:
     """``launcher`` for more: one launch orders the columns of x, one multiplies."""
     count = len(s.outputs)
-    arrange = inline_ptx.block(arrange_ptx.program(s), gmem=2, smem=0, scalars=1)
+    arrange = inline_ptx.block(arrange_ptx.program(s), gmem=2, smem=0, scalars=2)
     multiply = inline_ptx.block(broad_ptx.program(s), gmem=1 + 3 * count, smem=1, scalars=1)
 
     def linear_arrange(*refs):
-        arrange(refs[0], refs[-1], lax.axis_index("group"))
+        arrange(refs[0], refs[-1], lax.axis_index("group"), lax.axis_index("part"))
 
     def linear_many_rows(*refs):
         multiply(*refs, lax.axis_index("block"))
@@ -175,8 +175,8 @@ def broad_launcher(s: Broad, after: bool = False) -> Callable:
         out_type=jax.ShapeDtypeStruct(
             (s.units * s.groups * broad_shape.GROUP_BYTES // 4,), "int32"
         ),
-        grid=(s.groups,),
-        grid_names=("group",),
+        grid=(s.groups, arrange_ptx.parts(s)),
+        grid_names=("group", "part"),
         compiler_params=WARPGROUP,
     )
     product = plgpu.kernel(

@@ -261,9 +261,11 @@ def site_unfit(h: Array, y: Array | Addends | None) -> str:
     if isinstance(y, Addends):
         shape = (len(y.parts), *lead, d)
         fits = (
-            y.parts.dtype == F32 and y.parts.shape == shape and len(y.parts) <= products_ptx.MIXES
+            y.parts.dtype == F32
+            and y.parts.shape == shape
+            and 0 < len(y.parts) <= products_ptx.MIXES
         )
-        return "" if fits else f"{y.parts.shape=} must be float32 [P, ..., {d}], P at most 24"
+        return "" if fits else f"{y.parts.shape=} must be float32 [P, ..., {d}], P 1 to 24"
     return "" if y is None or y.dtype == BF16 else f"{y.dtype=} must be bfloat16"
 
 

@@ -5,7 +5,7 @@ A cluster has a row, each of its blocks a sixteenth of the columns, a thread fou
 stream. ``fn`` is on its way while the streams are expanded. The cluster meets once: then every
 block has the sum of squares for the norm, and the first block the sums that its last warp makes the
 coefficients of. What is stored by other blocks is stored before they arrive, so that nobody waits
-for a block to stay.
+for a block to stay; the streams are stored after, since whoever arrives waits for its own stores.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ BLOCKS = 16  # of a cluster
 MAX_ROWS = 7  # as many clusters of 16 blocks run at once
 WIDTH = 1024  # columns are a multiple
 VALUES = SUMS + 1  # of a thread: the coefficients' sums, then the squares of the norm
-FINISHED = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,8 @@ def program(s: Site) -> list[str]:
     lines = [*_registers(), *_start(s), *_load(s), "mov.b32 sum, 0;"]
     for word in range(2):
         lines += expand_word(word)
-    lines += [*_store_streams(s), *_multiply(), *_fold(), *_share(s), *_norm(s)]
-    lines += [*_coefficients(s), "END:"]
+    lines += [*_own_stream(s), *_multiply(), *_fold(), *_share(s)]
+    lines += ["@on st.global.v2.b32 [op], {o0,o1};", *_norm(s), *_coefficients(s), "END:"]
     return [line for text in lines for line in text.strip().splitlines()]
 
 
@@ -181,8 +180,8 @@ def _load_parameters() -> list[str]:
     ]
 
 
-def _store_streams(s: Site) -> list[str]:
-    """o0, o1: the thread's own stream, stored and, as d0 .. d3, in float32."""
+def _own_stream(s: Site) -> list[str]:
+    """o0, o1: the thread's own stream, as d0 .. d3 in float32; op: its place."""
     lines = ["mov.b32 o0, h0; mov.b32 o1, h1;"]
     for j in range(1, STREAMS):
         lines.append(f"setp.eq.u32 p, stream, {j};")
@@ -193,7 +192,6 @@ def _store_streams(s: Site) -> list[str]:
     return [
         *lines,
         f"mul.wide.u32 q64, stream, {2 * s.width}; add.s64 op, $9, p64; add.s64 op, op, q64;",
-        "@on st.global.v2.b32 [op], {o0,o1};",
     ]
 
 
@@ -225,7 +223,9 @@ def _fold() -> list[str]:
 
 
 def _share(s: Site) -> list[str]:
-    """The block's sums to the first block, its squares to all; then the cluster meets."""
+    """The block's sums to the first block, its squares to all; then the cluster meets. Only the
+    warp that stores to other blocks has something to release.
+    """
     return [
         "shl.b32 a, tid, 2; add.u32 a, a, sm; st.shared.b32 [a], v0;",
         f"barrier.sync {BARRIER}, {s.threads}; barrier.cluster.wait.acquire;",
@@ -239,8 +239,9 @@ def _share(s: Site) -> list[str]:
         f"shl.b32 b, rank, 2; add.u32 b, b, sm; add.u32 b, b, {4 * s.squares};",
         f"min.u32 a, lane, {BLOCKS - 1}; mapa.shared::cluster.u32 b, b, a;",
         "@p st.shared::cluster.b32 [b], t;",
-        "SHARED:",
-        FINISHED,
+        "barrier.cluster.arrive.release; bra MET;",
+        "SHARED: barrier.cluster.arrive.relaxed;",
+        "MET: barrier.cluster.wait.acquire;",
     ]
 
 

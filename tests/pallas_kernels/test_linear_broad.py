@@ -127,20 +127,22 @@ def image_of(x: np.ndarray, s: Broad) -> np.ndarray:
     return np.ascontiguousarray(tokens.transpose(2, 0, 3, 1, 4))
 
 
-@pytest.mark.parametrize(("rows", "k"), [(9, 96), (16, 640)])
-def test_image_is_x_in_the_order_of_the_weights(rows, k, rng):
+@pytest.mark.parametrize(("rows", "k", "parts"), [(9, 96, 1), (16, 640, 2), (9, 1696, 2)])
+def test_image_is_x_in_the_order_of_the_weights(rows, k, parts, rng, monkeypatch):
     s, memory = Broad(rows, k, (64,), 8), Guarded(1 << 18)
+    monkeypatch.setattr(arrange_ptx, "RESIDENT", 2 * s.groups)
+    assert arrange_ptx.parts(s) == parts
     x = inputs(rng, rows, k)
     want = image_of(x, s)
     at = [memory.place(x), memory.place(np.full_like(want, CANARY))]
     assert want.nbytes == s.units * s.groups * GROUP_BYTES
-    for group in range(s.groups):
+    for place in np.ndindex(s.groups, parts):
         pm.Cluster(
             arrange_ptx.program(s),
             memory,
             threads=128,
             shared=4,
-            operands=lambda rank, group=group: [*at, group],
+            operands=lambda rank, place=place: [*at, *place],
         ).run()
     assert memory.read(at[1], want).tobytes() == want.tobytes()
 

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import chosen
 from pallas_kernels.linear import kernel_sm90, op, ref, skinny_ptx, skinny_shape, sweep
 from pallas_kernels.linear.cases import CASES, CHECKED, Case, checks, problem
-from pallas_kernels.linear.skinny_shape import SMEM_BYTES, THREADS, Skinny, tuned
+from pallas_kernels.linear.skinny_shape import LEAST, SMEM_BYTES, THREADS, Skinny, tuned
 from pallas_kernels.numerics import FLOAT32, REFERENCE, SERVING
 from pallas_kernels.quant import Fp4Rows, Fp8Blocks
 from tests.pallas_kernels.ptx_machine import COLLECTIVE, Cluster
@@ -94,6 +94,7 @@ SKINNY = (
     Skinny(5, 288, (96, 32), tokens=8, tiles=1, splits=2, depth=2),
     Skinny(19, 512, (160, 128), tokens=16, tiles=2, splits=4, depth=6, wide=True),
     Skinny(70, 1024, (64,), tokens=64, tiles=2, splits=8, depth=1),
+    Skinny(8, 352, (32,), tokens=8, tiles=1, splits=1, depth=3),
 )
 
 
@@ -108,6 +109,8 @@ NORMED = (
     Skinny(1, 128, (64,), tokens=8, tiles=1, splits=1, depth=1, norm=1e-6),
     Skinny(5, 288, (96, 32), tokens=8, tiles=1, splits=2, depth=2, norm=1e-2),
     Skinny(40, 128, (64,), tokens=64, tiles=1, splits=2, depth=1, norm=1e-6),
+    Skinny(70, 128, (32,), tokens=64, tiles=1, splits=1, depth=2, norm=1e-6),
+    Skinny(8, 352, (32,), tokens=8, tiles=1, splits=1, depth=3, norm=1e-6, early=True),
 )
 
 
@@ -124,7 +127,7 @@ def test_normed_rows_equal_float64(s, rng):
         bound = F32_REL * (np.linalg.norm(a, axis=-1)[:, None] * np.linalg.norm(b, axis=-1))
         off = np.abs(got.astype(np.float64) - a @ b.T)
         assert (off <= bound + 2.0**-8 * np.abs(a @ b.T)).all()
-    if s.rows == 5:
+    if s.rows in (5, 8):
         x[1] = np.nan
         mixed = run_skinny(s, x, matrices, partial(Strict, seed=1), norm=norm)
         keep = np.arange(s.rows) != 1
@@ -158,8 +161,11 @@ def test_scales_above_the_limit_show(rng):
 def test_every_size_has_a_launch():
     for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65, 128):
         for k in (32, 288, 1024, 1280, 5120, 8192, 15360, kernel_sm90.MAX_K):
-            s = tuned(rows, k, (32, 4096))
-            assert 4 * s.words <= SMEM_BYTES and s.units * s.splits * 64 >= k
+            for norm in (None, 1e-6):
+                s = tuned(rows, k, (32, 4096), norm=norm)
+                assert s.units * s.splits * 64 >= k and s.depth >= LEAST
+                two = 4 * (s.ring_words + LEAST * s.slot_words) <= SMEM_BYTES // 2
+                assert 4 * s.words <= (SMEM_BYTES // 2 if two else SMEM_BYTES)
     few = [tuned(rows, 5120, (1280, 512)) for rows in (1, 8, 16)]
     assert len({(s.tiles, s.splits, s.units) for s in few}) == 1
 

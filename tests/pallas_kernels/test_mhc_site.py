@@ -77,7 +77,7 @@ def test_what_it_refuses():
     assert not kernel_sm90.site_unfit(h, Addends(jnp.zeros((16, 2, 1024))))
     assert "1 to 7 rows" in kernel_sm90.site_unfit(jnp.zeros((8, 4, 1024), BF16), y)
     assert "columns" in kernel_sm90.site_unfit(jnp.zeros((2, 4, 1032), BF16), y)
-    assert "P at most 24" in kernel_sm90.site_unfit(h, Addends(jnp.zeros((25, 2, 1024))))
+    assert "P 1 to 24" in kernel_sm90.site_unfit(h, Addends(jnp.zeros((25, 2, 1024))))
     with pytest.raises(ValueError, match=r"mhc_site: h.shape=\(2, 4, 1000\)"):
         kernel_sm90.site(jnp.zeros((2, 4, 1000), BF16), y, *[None] * 7, **OPTIONS)
     with pytest.raises(ValueError, match=r"self.parts=25 must be 0 to 24"):

@@ -34,7 +34,6 @@ class Machine(pm.Cluster):
     def __init__(self, lines, memory, **options):
         super().__init__(lines, memory, **options)
         self.barriers: list[dict[int, list[int]]] = [{} for _ in self.blocks]
-        self.arrived = [0] * len(self.blocks)
 
     def step(self, b):
         for code in set(b.waiting[b.waiting >= MBARRIER]):
@@ -47,9 +46,6 @@ class Machine(pm.Cluster):
         name, *rest = opcode.split(".")
         if name == "mbarrier":
             self.barrier(b, rest, args, active)
-        elif opcode.startswith("barrier.cluster.arrive"):
-            self.arrived[b.rank] += active.sum()
-            b.cluster_arrivals = self.arrived[b.rank] // b.n
         elif opcode == "barrier.sync":
             b.waiting[active] = int(args[0])
             if (b.waiting == int(args[0])).sum() == int(args[1]):
