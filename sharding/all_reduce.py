@@ -10,6 +10,7 @@ from sharding.layouts import Division
 from sharding.peer import PeerMemory, check_devices
 from sharding.place import Placement
 
+TIMEOUT_S = 30.0  # ranks start a first step seconds apart while programs are loaded
 AGREED = 4096  # bytes of what is sampled for a row, its alternatives included
 KINDS = ("auto", "psum", "peer")
 HELP = (
@@ -51,7 +52,15 @@ def peer_memory(placement: Placement, kernels: str, rows: int) -> PeerMemory | N
         return None
     width = placement.division.cfg.hidden_size
     room = rows * _gathered_bytes(placement.division)
-    return PeerMemory.make(placement.mesh, axes, rows=rows, width=width, room=room, kernels=kernels)
+    return PeerMemory.make(
+        placement.mesh,
+        axes,
+        rows=rows,
+        width=width,
+        timeout_s=TIMEOUT_S,
+        room=room,
+        kernels=kernels,
+    )
 
 
 def _gathered_bytes(division: Division) -> int:

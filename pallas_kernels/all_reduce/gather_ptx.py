@@ -39,17 +39,23 @@ def program(g: Gather, half: int) -> list[str]:
         "mov.u32 tid, %tid.x; mov.b32 index, $3;",
         f"shl.b32 index, index, {THREADS.bit_length() - 1}; add.u32 index, index, tid;",
         f"setp.ge.u32 none, index, {g.vectors}; @none bra END;",
-        "mov.b32 start, index; mov.b64 offset, 0;",
+        "mov.b32 start, index;",
+        *_load(),  # on its way while the table is read
+        "mov.b64 offset, 0;",
         *meet(e, "$1"),
         f"mov.b64 memory, home; mul.wide.u32 mine, rank, {e.room};",
         *(f"add.s64 peer{j}, peer{j}, mine;" for j in each(e)),
+        f"mul.wide.u32 offset, index, {VECTOR_BYTES}; bra LOADED;",
         "SEND:",
-        *_own_values(),
+        *_load(),
+        "LOADED:",
+        *_no_sentinel(),
     ]
     for j in each(e):
         lines += [f"add.s64 place, peer{j}, offset;"]
         lines += [f"@!own{j} st.volatile.global.v4.b32 [place+{at}], {vector(VALUES)};"]
-    lines += [*again, "@more bra SEND;", "mov.b32 index, start;", "RECEIVE:", *_own_values()]
+    lines += [*again, "@more bra SEND;", "mov.b32 index, start;", "RECEIVE:"]
+    lines += [*_load(), *_no_sentinel()]
     lines += ["add.s64 home, memory, offset;"]
     lines += [f"@own{j} mov.b32 {p}, {v};" for j in each(e) for p, v in pairs(j, VALUES)]
     lines += [*wait(e, "ARRIVE", at, e.room), "bra ARRIVED;", "ARRIVE_LATE:"]
@@ -58,13 +64,16 @@ def program(g: Gather, half: int) -> list[str]:
     return split(lines)
 
 
-def _own_values() -> list[str]:
-    """A vector of this rank, no word of which is the sentinel; ``offset``: where it lies."""
-    lines = [f"mul.wide.u32 offset, index, {VECTOR_BYTES}; mov.b64 in, $0; add.s64 in, in, offset;"]
-    lines += [f"ld.global.v4.b32 {vector(VALUES)}, [in];"]
-    for value in VALUES:
-        lines += [f"setp.eq.b32 more, {value}, {SENTINEL}; @more mov.b32 {value}, 0;"]
-    return lines
+def _load() -> list[str]:
+    """A vector of this rank; ``offset``: where it lies."""
+    return [
+        f"mul.wide.u32 offset, index, {VECTOR_BYTES}; mov.b64 in, $0; add.s64 in, in, offset;",
+        f"ld.global.v4.b32 {vector(VALUES)}, [in];",
+    ]
+
+
+def _no_sentinel() -> list[str]:
+    return [f"setp.eq.b32 more, {v}, {SENTINEL}; @more mov.b32 {v}, 0;" for v in VALUES]
 
 
 def _store(g: Gather) -> list[str]:
