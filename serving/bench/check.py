@@ -1,13 +1,23 @@
-"""A model of the real width through the kernels and through the reference path.
+"""A model through the kernels and through the reference path.
 
-Both run the engine's own programs on the same random weights, inputs and filled caches: decoding,
+Both run the engine's own programs on the same weights, inputs and filled caches: decoding,
 verification, drafts, prompts through all layers at once, and through the encoder with a replay.
-Compared are the inputs of the LM head, its logits and every row that either wrote to a cache; rows
-reach the same random experts in both. Up to ``index_topk`` tokens every entry is selected; beyond
-them a small difference of a score exchanges entries of weights that mean nothing, so the limits are
-wider there. Exit status 1 if something is outside its limits.
+Compared are the inputs of the LM head, its logits and every row that either wrote to a cache. Exit
+status 1 if something is outside its limits.
+
+The model is one of real width and random weights, whose rows reach the same random experts in both.
+Up to ``index_topk`` tokens every entry is selected; beyond them a small difference of a score
+exchanges entries of weights that mean nothing, so the limits are wider there. Or, with
+``--checkpoint``, it is a checkpoint as serving loads it; the kernels' run then follows what routers
+and indexers of the reference chose, and the picks of its own are counted. ``--goldens`` also
+compares that checkpoint's logits with what DeepSeek's reference computed: in reference numerics
+within bounds, in serving numerics, which round less, for the eye.
+
+Which operations ran a kernel is found in the compiled programs; for the others the reason is shown.
+Without an sm_90 GPU none does: then the reference is compared with itself, and the output says so.
 
 python -m serving.bench check
+python -m serving.bench check --checkpoint tests/goldens/tiny_ckpt --goldens tests/goldens
 """
 
 import argparse
@@ -29,32 +39,27 @@ from dsv41_jax.config import PRESETS, Config
 from dsv41_jax.errors import UserError
 from dsv41_jax.ops import Ops
 from pallas_kernels.dispatch import KINDS
-from pallas_kernels.numerics import SERVING
-from serving.bench.check_compare import Compared, Tolerance, compared, compared_caches
-from serving.bench.check_programs import KeptPrograms
+from pallas_kernels.numerics import REFERENCE, SERVING
+from serving.bench.check_compare import Value, compared, compared_caches, compared_picks
+from serving.bench.check_goldens import GOLDEN, GoldenRun
+from serving.bench.check_models import (
+    RANDOM_CASES,
+    CheckpointModels,
+    Models,
+    RandomModels,
+    checked_cases,
+)
+from serving.bench.check_programs import Kept, Key
+from serving.bench.check_report import Report
 from serving.bench.forward_cache import filled_cache
 from serving.bench.forward_cases import Case, Dispatch, cache_shape, dispatches, parse_case
 from serving.bench.forward_inputs import lengths_of, program_inputs
 from serving.bench.forward_launches import kernels as launched
 from serving.bench.forward_model import kinds, measured_model
-from serving.bench.forward_routing import new_tables
-from serving.bench.forward_weights import random_sets, weight_sets
 from serving.buckets import Bucket
-from serving.speculative import Speculation
 from sharding.build import build_ops
-from sharding.place import REPLICATED, place
 
 EACH_KIND = "0,1,2,3,20,21,24"  # layers of preset flash
-CASES = (
-    "decode=1*1@500",
-    "decode=32*1@450",
-    "verify=4*6@500:5",
-    "draft=4*1@500",
-    "prompt=2*150@500c",
-    "long decode=8*1@20000",
-)
-NEAR = Tolerance(rel=0.08, cosine=0.997, stored_rel=0.15)
-FAR = Tolerance(rel=0.5, cosine=0.9, stored_rel=0.5)
 # XLA times alternatives of its own products by default, which takes longer than all else here.
 OPTIONS = {**COMPILER_OPTIONS, "xla_gpu_autotune_level": 0}
 CHUNK = 8192
@@ -63,7 +68,7 @@ CHUNK = 8192
 def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "check",
-        help="kernels against the reference path at real width",
+        help="kernels against the reference path, of a model of real width or of a checkpoint",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -75,16 +80,23 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--engram-rows", type=int, default=1_000_000, metavar="N", help="of a table (1000000)"
     )
+    parser.add_argument("--checkpoint", metavar="DIR", help="in the place of a preset's layers")
     parser.add_argument(
-        "--kernels", choices=KINDS, default="auto", help="what is compared with the reference"
+        "--goldens", metavar="DIR", help="with --checkpoint: e2e_quant.npz of it is there"
     )
     parser.add_argument(
+        "--kernels", choices=KINDS, default="auto",
+        help="what is compared with the reference; a checkpoint's are auto",
+    )  # fmt: skip
+    parser.add_argument(
         "--case", action="append", metavar="NAME=[N*]Q[@K][c][:D],...",
-        help=f"as of forward, NAME draft drafts; default: {' '.join(CASES)}",
+        help=f"as of forward, NAME draft drafts; default: {' '.join(RANDOM_CASES)}, and by a"
+        " checkpoint's own sizes",
     )  # fmt: skip
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="programs compiled at a time"
     )
+    parser.add_argument("--json", metavar="FILE", help="the same values, written after each case")
     parser.set_defaults(run=run)
 
 
@@ -95,33 +107,64 @@ def run(arguments: argparse.Namespace) -> None:
         if getattr(arguments, option) < 1:
             flag = option.replace("_", "-")
             raise UserError(f"--{flag} {getattr(arguments, option)}: must be at least 1")
-    cfg = measured_model(Config.preset(arguments.preset), arguments.layers, arguments.engram_rows)
-    check = Check(cfg, arguments.weight_sets, tuple(arguments.case or CASES), arguments.jobs)
+    models, what = _models(arguments)
+    cases, kernels = tuple(arguments.case or models.cases), arguments.kernels
+    check = Check(models, cases, arguments.jobs)
+    golden = _golden(arguments, models)
     device = jax.devices()[0].device_kind
-    print(
-        f"{device}, jax {jax.__version__}, preset {arguments.preset}, layers {arguments.layers}"
-        f" ({', '.join(kinds(cfg))}), {check.sets} weight sets, serving numerics,"
-        f" kernels {arguments.kernels} against the reference"
-    )
-    failed = 0
-    for case, values in check.compared(arguments.kernels):
-        limit = check.limit(case)
-        print(f"{case.key}: {limit}", flush=True)
-        for value in values:
-            ok = value.within(limit)
-            failed += not ok
-            print(f"  {'ok  ' if ok else 'FAIL'} {value}", flush=True)
-    print(f"{failed} values are outside their limits")
-    if failed:
+    heading = f"{device}, jax {jax.__version__}, {what}, serving numerics, kernels {kernels}"
+    report = Report(arguments.json, f"{heading} against the reference", kernels)
+    for case, values, used in check.compared(kernels):
+        report.case(case, check.models.limit(case), values)
+        for (name, bucket), programs in used:
+            report.program(name, bucket, programs.implementations(name, bucket))
+    if golden is not None:
+        _compare_goldens(golden, models, arguments, report)
+    if report.finish():
         raise SystemExit(1)
+
+
+def _golden(arguments: argparse.Namespace, models: Models) -> GoldenRun | None:
+    return GoldenRun(arguments.goldens, models.cfg) if arguments.goldens is not None else None
+
+
+def _compare_goldens(
+    golden: GoldenRun, models: Models, arguments: argparse.Namespace, report: Report
+) -> None:
+    """The reference's own numerics under its bounds, and what serving's make of them."""
+    assert isinstance(models, CheckpointModels)
+    bounds = {"reference": GOLDEN, "serving": None}
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for each in (CheckpointModels(arguments.checkpoint, REFERENCE), models):
+            golden.compile(each, pool, OPTIONS)
+        for numerics, bound in bounds.items():
+            report.golden(numerics, golden.values(numerics), bound)
+
+
+def _models(arguments: argparse.Namespace) -> tuple[Models, str]:
+    """What is checked, and what it is called."""
+    if arguments.checkpoint is None:
+        if arguments.goldens is not None:
+            raise UserError("--goldens: needs --checkpoint, whose goldens they are")
+        preset = Config.preset(arguments.preset)
+        cfg = measured_model(preset, arguments.layers, arguments.engram_rows)
+        models = RandomModels(cfg, arguments.weight_sets)
+        what = f"preset {arguments.preset}, layers {arguments.layers} ({', '.join(kinds(cfg))})"
+        return models, f"{what}, {models.sets} weight sets"
+    if arguments.kernels != "auto":
+        raise UserError(f"--kernels {arguments.kernels}: must be auto with --checkpoint")
+    models = CheckpointModels(arguments.checkpoint)
+    what = f"checkpoint {arguments.checkpoint} ({', '.join(kinds(models.cfg))})"
+    return models, what if models.drafts else f"{what}, without draft stages"
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Result:
-    """Of a case: what its dispatches kept, and the cache behind the last."""
+    """Of a case: what its dispatches kept and chose, and the cache behind the last."""
 
     kept: list[dict[str, Array]]
+    choices: list[dict[str, list]]
     cache: Cache
 
 
@@ -130,10 +173,10 @@ class Side:
     """Programs of one kind of kernels, compiled in the background."""
 
     kernels: str
-    programs: KeptPrograms
+    programs: Kept
     params: Any
     pool: ThreadPoolExecutor
-    compiled: dict[tuple, Future[Any]] = field(default_factory=dict)
+    compiled: dict[Key, Future[Any]] = field(default_factory=dict)
 
     def compile(self, dispatches: list[Dispatch]) -> None:
         for dispatch in dispatches:
@@ -143,7 +186,7 @@ class Side:
 
     def _compiled(self, name: str, bucket: Bucket) -> Any:
         began = time.perf_counter()
-        made = self.programs.traced(name, bucket).lower().compile(OPTIONS)
+        made = self.programs.executable(name, bucket, OPTIONS)
         shape = f"{name} {bucket.requests} x {bucket.rows}"
         progress_line(f"{self.kernels}: compiled {shape}: {time.perf_counter() - began:.1f} s")
         return made
@@ -158,22 +201,13 @@ class Side:
 class Check:
     """Cases through the programs of two kinds of kernels. UserError for cases that do not read."""
 
-    def __init__(self, cfg: Config, sets: int, cases: tuple[str, ...], jobs: int):
+    def __init__(self, models: Models, cases: tuple[str, ...], jobs: int):
         parsed = [parse_case(text) for text in cases]
         self.cases = [each for case in parsed for each in _configurations(case)]
-        longest = max(group.tokens for case in self.cases for group in case.groups)
-        if longest > cfg.max_position_embeddings:
-            limit = f"{cfg.max_position_embeddings} (max_position_embeddings)"
-            raise UserError(f"--case of {longest} tokens: must be at most {limit}")
-        self.cfg, self.jobs, self.sets = cfg, jobs, min(sets, cfg.num_hidden_layers)
-        self.placement = place("tp1", cfg)
+        checked_cases(models, self.cases)
+        self.models, self.cfg, self.jobs = models, models.cfg, jobs
         self.shape: CacheShape = cache_shape(self.cases)
-        self.tables = new_tables(cfg, "random", self.sets, draft=True)
         self._fill: Any = None
-
-    def limit(self, case: Case) -> Tolerance:
-        tokens = max(group.tokens for group in case.groups)
-        return NEAR if tokens <= self.cfg.index_topk else FAR
 
     def dispatches(self, case: Case) -> list[Dispatch]:
         return dispatches(self.cfg, case, CHUNK)
@@ -182,46 +216,54 @@ class Check:
         """The cache in front of a case's first dispatch."""
         return self._fill(jnp.asarray(lengths_of(self.shape.slots, self.dispatches(case))))
 
-    def compared(self, kernels: str) -> Iterator[tuple[Case, Iterator[Compared]]]:
-        """Case by case, as soon as its programs are compiled; both kinds of weights are held."""
+    def compared(
+        self, kernels: str
+    ) -> Iterator[tuple[Case, Iterator[Value], list[tuple[Key, Kept]]]]:
+        """Case by case, as soon as its programs are compiled: values, and the programs that no case
+        before it had. Both kinds of weights are held.
+        """
         with ThreadPoolExecutor(self.jobs) as pool:
-            reference, ours = sides = [
-                self.side(build_ops("tp1", SERVING, kind), kind, pool)
-                for kind in ("reference", kernels)
-            ]
+            reference = self.side(build_ops("tp1", SERVING, "reference"), "reference", pool)
+            ops = build_ops("tp1", SERVING, kernels)
+            ours = self.side(ops, kernels, pool, reference.programs)
             for case in self.cases:
-                for side in sides:
+                for side in (reference, ours):
                     side.compile(self.dispatches(case))
+            shown: set[Key] = set()
             for case in self.cases:
                 want = self.result(reference, case)
-                yield case, self.values(case, self.result(ours, case), want)
+                keys = dict.fromkeys((d.program, d.bucket) for d in self.dispatches(case))
+                used = [(key, ours.programs) for key in keys if key not in shown]
+                shown.update(keys)
+                yield case, self.values(case, self.result(ours, case, want), want), used
             progress_line(f"{kernels}: Mosaic kernels {ours.launched() or 'none'}")
 
-    def side(self, ops: Ops, kernels: str, pool: ThreadPoolExecutor) -> Side:
+    def side(
+        self, ops: Ops, kernels: str, pool: ThreadPoolExecutor, leader: Kept | None = None
+    ) -> Side:
         """Weights as ``kernels`` reads them, and the programs of given operations."""
-        began = time.perf_counter()
-        sets = weight_sets(self.cfg, SERVING, self.placement, self.sets, kernels, draft=True)
-        params = {
-            "weights": jax.block_until_ready(random_sets(sets, kernels)),
-            "routing": self.placement.put(self.tables, REPLICATED),
-        }
-        programs = KeptPrograms(sets, ops, self.shape, self.tables, Speculation())
+        programs, params = self.models.programs(kernels, ops, self.shape, leader)
         self._fill = self._fill or filled_cache(programs)
-        progress_line(f"{kernels}: weights in {time.perf_counter() - began:.0f} s")
         return Side(kernels, programs, params, pool)
 
-    def result(self, side: Side, case: Case) -> Result:
-        cache, kept = self.filled(case), []
-        for dispatch in self.dispatches(case):
-            inputs = side.programs.put(program_inputs(self.cfg, dispatch, case.replay))
-            cache, values = side.executable(dispatch)(side.params, cache, *inputs)
+    def result(self, side: Side, case: Case, followed: Result | None = None) -> Result:
+        cache, kept, choices = self.filled(case), [], []
+        for i, dispatch in enumerate(self.dispatches(case)):
+            inputs = jax.device_put(program_inputs(self.cfg, dispatch, case.replay))
+            # Programs without a leader have no choices to follow.
+            given = followed.choices[i] if followed and side.programs.leader else None
+            run = side.executable(dispatch)
+            cache, values, made = run(side.params, cache, *inputs, given)
             kept.append(values)
-        return jax.block_until_ready(Result(kept, cache))
+            choices.append(made)
+        return jax.block_until_ready(Result(kept, choices, cache))
 
-    def values(self, case: Case, got: Result, want: Result) -> Iterator[Compared]:
-        for dispatch, one, two in zip(self.dispatches(case), got.kept, want.kept, strict=True):
-            for name in two:
-                yield compared(f"{dispatch.program}, {name}", one[name], two[name])
+    def values(self, case: Case, got: Result, want: Result) -> Iterator[Value]:
+        for i, dispatch in enumerate(self.dispatches(case)):
+            for name, value in want.kept[i].items():
+                yield compared(f"{dispatch.program}, {name}", got.kept[i][name], value)
+            for op, chosen in want.choices[i].items():
+                yield compared_picks(f"{dispatch.program}, {op}", got.choices[i][op], chosen)
         yield from compared_caches(self.filled(case), got.cache, want.cache)
 
 

@@ -1,4 +1,6 @@
-"""Rows of two runs compared: relative error and cosine of each, the worst of them shown."""
+"""Rows of two runs compared: relative error and cosine of each, the worst of them shown; and what
+both chose.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from dsv41_jax.cache import Cache
@@ -16,12 +19,14 @@ from pallas_kernels.quant.storage import StoredRows
 @dataclass(frozen=True)
 class Tolerance:
     """Of rows of activations, and of rows that a cache holds rounded to FP8 or FP4: there a small
-    difference before the rounding can be a whole step behind it.
+    difference before the rounding can be a whole step behind it. picks: the share of routers' and
+    indexers' picks that may differ; by chance alone most would.
     """
 
     rel: float
     cosine: float
     stored_rel: float
+    picks: float = 0.1
 
     def __str__(self) -> str:
         return (
@@ -53,6 +58,34 @@ class Compared:
             f"{self.name}: {self.rows} rows, worst relative error {self.rel:.2e}, worst cosine"
             f" {self.cosine:.6f}, all together {self.overall:.2e}"
         )
+
+
+@dataclass(frozen=True)
+class Picks:
+    """How many picks of an operation the other run did not make."""
+
+    name: str
+    picks: int
+    different: int
+
+    def within(self, limit: Tolerance) -> bool:
+        return self.different <= limit.picks * self.picks
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.different} of {self.picks} picks differ"
+
+
+Value = Compared | Picks
+
+
+def compared_picks(name: str, got: list, want: list) -> Picks:
+    """Ids int [..., k], the first of each call's results, -1 for none; in whatever order."""
+    picks = different = 0
+    for (one, *_), (two, *_) in zip(jax.device_get(got), jax.device_get(want), strict=True):
+        missing = (two >= 0) & ~np.any(two[..., :, None] == one[..., None, :], axis=-1)
+        picks += int((two >= 0).sum())
+        different += int(missing.sum())
+    return Picks(name, picks, different)
 
 
 def compared(name: str, got: Array, want: Array) -> Compared:

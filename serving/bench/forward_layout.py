@@ -25,6 +25,7 @@ from jax import Array
 from dsv41_jax.cache import CacheShape
 from dsv41_jax.compiling import jit
 from dsv41_jax.config import Config
+from dsv41_jax.engram_host import HostTables
 from dsv41_jax.ops import Ops
 from pallas_kernels.numerics import Numerics
 from serving.bench.forward_programs import SharedPrograms
@@ -99,11 +100,14 @@ class PeerPrograms(SharedPrograms):
 
 @dataclass(frozen=True)
 class LayoutBench:
-    """One layout of a run. choice: of ``sharding.all_reduce.KINDS``."""
+    """One layout of a run. choice: of ``sharding.all_reduce.KINDS``. host: Engram tables, if they
+    are not on the devices.
+    """
 
     sets: WeightSets
     kernels: str
     choice: str
+    host: HostTables | None = None
     _collectives: dict[int, dict[str, float]] = field(default_factory=dict)
 
     @property
@@ -131,7 +135,7 @@ class LayoutBench:
     def programs(
         self, shape: CacheShape, tables: Tables, speculation: Speculation | None
     ) -> SharedPrograms:
-        made = PeerPrograms(self.sets, self.ops(), shape, tables, speculation)
+        made = PeerPrograms(self.sets, self.ops(), shape, tables, speculation, self.host)
         made.peers = self.peers
         return made
 

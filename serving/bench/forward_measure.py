@@ -14,6 +14,7 @@ from dsv41_jax.command import progress_line
 from dsv41_jax.layer_plan import layer_plan
 from serving.bench.forward_cache import filled_cache
 from serving.bench.forward_cases import Case, Dispatch, dispatches
+from serving.bench.forward_engram import Fetching, HostSteps
 from serving.bench.forward_floor import Floors
 from serving.bench.forward_inputs import layer_rows, lengths_of, program_inputs
 from serving.bench.forward_launches import kernels, launches
@@ -76,7 +77,7 @@ class Executable:
 class Measured:
     """Of one case. why: why there is no time, or none of its parts. moved, results_moved: arrays of
     the cache, and of what a step returns, that a step left at another address. finite: of the
-    results.
+    results. fetch_us: of Engram rows on the host, hashed, gathered and copied by themselves.
     """
 
     case: Case
@@ -89,13 +90,15 @@ class Measured:
     moved: int = 0
     results_moved: int = 0
     finite: bool = True
+    fetch_us: float | None = None
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass
 class Bench:
     """Programs over one cache shape. chunk: most rows of a prompt's dispatch. layers: whether
-    single layers are timed too. profiles: whether ``profiled`` will be asked for.
+    single layers are timed too. profiles: whether ``profiled`` will be asked for. fetching: how
+    Engram rows come from the host, if they do.
     """
 
     programs: SharedPrograms
@@ -104,6 +107,7 @@ class Bench:
     chunk: int
     layers: bool
     profiles: bool = False
+    fetching: Fetching | None = None
     compiled: dict[Executable, Any] = field(default_factory=dict)
     _parts: dict[tuple, dict[str, Any]] = field(default_factory=dict)
 
@@ -136,7 +140,7 @@ class Bench:
             began = time.perf_counter()
             try:
                 made = one.lowered(self.programs).compile(one.options)
-            except jax.errors.JaxRuntimeError as error:
+            except Exception as error:  # other cases can do without it
                 made = f"{one} does not compile: {_first_line(error)}"
                 progress_line(made)
             else:
@@ -161,7 +165,7 @@ class Bench:
         found.collectives = collectives("".join(texts))
         try:
             self._time(found, plan, executables)
-        except jax.errors.JaxRuntimeError as error:
+        except Exception as error:  # other cases are still to be measured
             found.parts, found.why = {}, _first_line(error)
         return found
 
@@ -178,7 +182,11 @@ class Bench:
         plan, cfg = self.dispatches(case), self.programs.cfg
         cache = self._fill(jnp.asarray(lengths_of(self.programs.shape.slots, plan)))
         inputs = [self.programs.put(program_inputs(cfg, one, case.replay)) for one in plan]
-        return Steps(self.params, cache, plan, executables, inputs)
+        given = self.params, cache, plan, executables, inputs
+        if self.fetching is None:
+            return Steps(*given)
+        fetches = [self.fetching.fetch(cfg, one, replay=case.replay) for one in plan]
+        return HostSteps(*given, fetches, self.fetching.late)
 
     def profiled(self, case: Case, wall_us: float) -> Iterator[dict[str, Any]]:
         """What ``profile`` finds in a step of a case that was measured, for each way to launch its
@@ -223,18 +231,20 @@ class Bench:
 
     def _whole(self, found: Measured, step: Steps) -> None:
         jax.block_until_ready(step())
-        before = addresses(step.cache)
+        before = addresses(step.lasting)
         plan = step.plan
         prompt = any(dispatch.program in ("encode", "prefill_full") for dispatch in plan)
         verifies = any(dispatch.program == "verify" for dispatch in plan)
         found.timing = timed(step, latency=prompt, most=_VERIFY_STEPS if verifies else None)
-        found.moved = _differing(before, addresses(step.cache))
+        found.moved = _differing(before, addresses(step.lasting))
         found.results_moved = _differing(addresses(step()), addresses(step()))
         found.finite = all(
             bool(jnp.all(jnp.isfinite(leaf)))
             for leaf in jax.tree.leaves(step())
             if jnp.issubdtype(leaf.dtype, jnp.floating)
         )
+        if isinstance(step, HostSteps):
+            found.fetch_us = timed(step.fetch_all, latency=True).us
 
     def _of_parts(self, case: Case, dispatch: Dispatch) -> list[Executable]:
         """Executables of the layers of each kind, and of the ends."""
@@ -321,4 +331,4 @@ def _differing(before: list[int], after: list[int]) -> int:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0]
+    return f"{type(error).__name__}: {str(error).split(chr(10), 1)[0]}"

@@ -9,12 +9,15 @@ from flax import nnx
 
 from dsv41_jax.cache import Cache, CacheShape
 from dsv41_jax.compiling import jit
+from dsv41_jax.engram_host import HostTables
+from dsv41_jax.engram_staging import with_tables
 from dsv41_jax.ops import Ops
 from serving.bench.forward_routing import Tables, routed
 from serving.bench.forward_weights import WeightSets
 from serving.buckets import Bucket
 from serving.programs import FORWARDS, READERS, Programs
 from serving.speculative import Speculation
+from serving.table_rows import ENCODERS
 from sharding.place import BY_RANK, REPLICATED
 
 # A graph of fewer launches is not recorded: no program reaches this.
@@ -25,7 +28,7 @@ PROFILED_COMMAND_BUFFERS = {"xla_enable_command_buffers_during_profiling": True}
 
 class SharedPrograms(Programs):
     """``Programs`` whose parameters are {"weights": values of ``WeightSets``, "routing": tables of
-    ``forward_routing``}.
+    ``forward_routing``}. host: Engram tables that take the place of the model's own.
     """
 
     def __init__(
@@ -35,11 +38,12 @@ class SharedPrograms(Programs):
         shape: CacheShape,
         tables: Tables,
         speculation: Speculation | None = None,
+        host: HostTables | None = None,
     ):
         several = sets.placement.division.layout.devices > 1
         placement = sets.placement if several else None
         super().__init__(sets.model, ops, shape, speculation=speculation, placement=placement)
-        self.sets = sets
+        self.sets, self.host = sets, host
         shapes = sets.placement.shapes(tables, REPLICATED)
         self.params = {"weights": sets.shapes(), "routing": shapes}
 
@@ -83,6 +87,8 @@ class SharedPrograms(Programs):
 
         def run(params: Any, cache: Cache, *inputs: Any) -> Any:
             state, routing = self.sets.full(params["weights"], params["routing"])
+            if self.host and name in ENCODERS:
+                inputs, state = inputs[:-1], with_tables(state, inputs[-1])
             model = nnx.merge(self.graph, state)
             return FORWARDS[name](model, self.routed_ops(routing), cache, *inputs, **options)
 

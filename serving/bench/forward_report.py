@@ -15,8 +15,13 @@ from serving.bench.forward_measure import Measured
 
 Row = dict[str, Any]
 
+# What rows lack that were written before these columns were.
+_OLDER = {
+    "engram": "hbm", "fetch_us": None, "tflop": None, "matmul_tflops": None, "matmul_pct": None,
+}  # fmt: skip
 
-def row_of(found: Measured, layout: str, routing: str) -> Row:
+
+def row_of(found: Measured, layout: str, routing: str, engram: str) -> Row:
     """One case. us, spread_pct, samples, host_pct are None where it could not run. parts: kind of
     layer -> what one of them takes; ``extrapolated_us`` is the sum of these times their counts,
     ``us`` the step itself.
@@ -35,6 +40,7 @@ def row_of(found: Measured, layout: str, routing: str) -> Row:
         "replay": case.replay,
         "command_buffers": case.captured,
         "routing": routing,
+        "engram": engram,
         "measured": timing is not None,
         "us": timing and round(timing.us, 2),
         "spread_pct": timing and round(timing.spread_pct, 1),
@@ -49,6 +55,7 @@ def row_of(found: Measured, layout: str, routing: str) -> Row:
         "results_moved": found.results_moved,
         "finite": found.finite,
         "why": found.why,
+        "fetch_us": found.fetch_us and round(found.fetch_us, 2),
         "parts": found.parts,
     }
 
@@ -59,7 +66,7 @@ def read_rows(path: str | None) -> list[Row]:
         return []
     try:
         rows = json.loads(Path(path).read_text("utf-8"))["rows"]
-        return [row for row in rows if row["measured"]]
+        return [_OLDER | row for row in rows if row["measured"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"--json {path}: is there, but no result of this command: {error!r}"
         raise UserError(problem) from None
@@ -78,16 +85,23 @@ def write_rows(path: str | None, rows: list[Row], notes: list[str]) -> None:
             file.write(json.dumps(document, indent=1).encode() + b"\n")
 
 
+def named(row: Row) -> str:
+    """The case, and where its Engram tables are if not on the device."""
+    return row["case"] if row["engram"] == "hbm" else f"{row['case']}, engram {row['engram']}"
+
+
 def case_line(row: Row) -> str:
     """A line of progress."""
     if not row["measured"]:
-        return f"{row['case']}: {row['why']}"
+        return f"{named(row)}: {row['why']}"
+    share = row["matmul_pct"]
     remarks = [
+        f"{share:.1f} % of bf16 products" if share else "",
         f"{row['caches_moved']} cache arrays moved" if row["caches_moved"] else "",
         "" if row["finite"] else "RESULTS ARE NOT FINITE",
         row["why"],
     ]
-    line = f"{row['case']}: {_ms(row['us'])} ms, {_ratio(row['us'], row['floor_us'])}x its floor"
+    line = f"{named(row)}: {_ms(row['us'])} ms, {_ratio(row['us'], row['floor_us'])}x its floor"
     return ", ".join([line, *filter(None, remarks)])
 
 
@@ -102,6 +116,10 @@ def tables(rows: list[Row], machine: str) -> list[str]:
     first = list(_first_tokens(rows))
     if first:
         shown += ["", "time to the first token, measured; replay off = 1", "", *_columns(first)]
+    engrams = list(_engrams(rows))
+    if engrams:
+        shown += ["", "Engram tables in HBM and on the host; fetch: rows by themselves", ""]
+        shown += _columns(engrams)
     drafts = list(_drafts(rows))
     if drafts:
         shown += ["", "a draft beside the step that verifies it", "", *_columns(drafts)]
@@ -111,13 +129,14 @@ def tables(rows: list[Row], machine: str) -> list[str]:
 def _whole(row: Row) -> Row:
     return {
         "layout": row["layout"],
-        "case": row["case"],
+        "case": named(row),
         "routing": row["routing"],
         "ms": _ms(row["us"]) if row["measured"] else row["why"],
         "+-%": row["spread_pct"],
         "host %": row["host_pct"],
         "floor ms": _ms(row["floor_us"]),
         "x": _ratio(row["us"], row["floor_us"]),
+        "matmul %": f"{row['matmul_pct']:.1f}" if row["matmul_pct"] else "",
         "launches": row["launches"],
         "moved": f"{row['caches_moved']}+{row['results_moved']}",
     }
@@ -153,12 +172,13 @@ def _first_tokens(rows: list[Row]) -> Iterable[Row]:
     for off in rows:
         if off["phase"] != "prefill" or off["replay"] or not off["measured"]:
             continue
-        same = ("layout", "name", "batch", "rows", "context", "routing")
+        same = ("layout", "name", "batch", "rows", "context", "routing", "engram")
         for row in rows:
             if row["measured"] and all(row[name] == off[name] for name in same):
                 parts = off["extrapolated_us"], row["extrapolated_us"]
                 yield {
                     "layout": row["layout"],
+                    "engram": row["engram"],
                     "rows": row["rows"],
                     "context": row["context"],
                     "replay": "on" if row["replay"] else "off",
@@ -170,9 +190,27 @@ def _first_tokens(rows: list[Row]) -> Iterable[Row]:
                 }
 
 
+def _engrams(rows: list[Row]) -> Iterable[Row]:
+    """Cases that were measured with tables on the host, beside those with tables in HBM."""
+    by_case: dict[tuple, dict[str, Row]] = {}
+    for row in filter(lambda row: row["measured"], rows):
+        by_case.setdefault((row["layout"], row["case"], row["routing"]), {})[row["engram"]] = row
+    for found in by_case.values():
+        if set(found) == {"hbm"}:
+            continue
+        for mode, row in found.items():
+            yield {
+                **{name: row[name] for name in ("layout", "case", "routing")},
+                "engram": mode,
+                "step us": f"{row['us']:.1f}",
+                "fetch us": f"{row['fetch_us']:.1f}" if row["fetch_us"] else "",
+                "x hbm": _ratio(row["us"], found["hbm"]["us"] if "hbm" in found else None),
+            }
+
+
 def _drafts(rows: list[Row]) -> Iterable[Row]:
     """Drafts and verifications of as many requests with as many tokens."""
-    same = ("layout", "batch", "context", "routing")
+    same = ("layout", "batch", "context", "routing", "engram")
     for verify in rows:
         for draft in rows:
             pair = (verify["phase"], draft["phase"]) == ("verify", "draft")
@@ -211,7 +249,7 @@ def plot(rows: list[Row], title: str, file: BinaryIO) -> None:
     height = 1.5 + 0.35 * len(shown)
     figure = import_module("matplotlib.figure").Figure((9, height), layout="constrained")
     axes = figure.subplots()
-    names = [f"{row['layout']} {row['case']}" for row in shown]
+    names = [f"{row['layout']} {named(row)}" for row in shown]
     axes.barh(names, [row["us"] / 1e3 for row in shown], label="measured")
     axes.barh(names, [row["floor_us"] / 1e3 for row in shown], height=0.4, label="floor")
     axes.set(xlabel="ms", xscale="log", title=title)

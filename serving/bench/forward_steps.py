@@ -22,10 +22,20 @@ class Steps:
 
     def __call__(self) -> Any:
         out = None
-        for dispatch, run, given in zip(self.plan, self.executables, self.inputs, strict=True):
-            out = run(self.params, self.cache, *given)
+        for number, dispatch in enumerate(self.plan):
+            given = *self.inputs[number], *self.rows(number)
+            out = self.executables[number](self.params, self.cache, *given)
             if dispatch.program == "encode":
                 self.cache, out = out, None
             elif dispatch.program not in READERS:
                 self.cache, out = out
         return out
+
+    def rows(self, number: int) -> tuple:
+        """What a dispatch takes behind its inputs."""
+        return ()
+
+    @property
+    def lasting(self) -> Any:
+        """The arrays that stay where they are from step to step."""
+        return self.cache

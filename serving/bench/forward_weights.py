@@ -152,18 +152,29 @@ def weight_sets(
     )
 
 
-def random_sets(sets: WeightSets, kernels: str) -> Weights:
+def random_sets(sets: WeightSets, kernels: str, have: Weights | None = None) -> Weights:
     """Values of every parameter that is held, made on the devices one after the other; of each
-    layer and rank ``_DRAWN`` experts are random, and packed by what packs a checkpoint's.
+    layer and rank ``_DRAWN`` experts are random, and packed by what packs a checkpoint's. have:
+    values of other sets; those of the right shapes are kept, and the others taken out of it.
     """
-    return dict(_values(sets, kernels))
+    have, shapes = {} if have is None else have, sets.shapes()
+    for path in list(have):
+        if path not in shapes or _shapes(have[path]) != _shapes(shapes[path]):
+            del have[path]
+    return {**have, **dict(_values(sets, kernels, have))}
 
 
-def _values(sets: WeightSets, kernels: str) -> Iterator[tuple[str, Any]]:
+def _shapes(value: Any) -> list[tuple]:
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(value)]
+
+
+def _values(sets: WeightSets, kernels: str, have: Weights) -> Iterator[tuple[str, Any]]:
     ours, shapes = _Parameters(sets.cfg, sets.placement), sets.shapes()
     done: set[str] = set()
     for path in shapes:
         match = _EXPERTS.fullmatch(path)
+        if path in have:
+            continue
         if path == "token_map":
             ids = np.arange(sets.cfg.vocab_size, dtype=np.int32)
             yield path, sets.placement.put(ids, REPLICATED)

@@ -9,10 +9,11 @@ import pytest
 from dsv41_jax.config import Config
 from dsv41_jax.ops import local_ops
 from pallas_kernels.numerics import SERVING
-from serving.bench import check as module
+from serving.bench import check_models as module
 from serving.bench.__main__ import main
 from serving.bench.check import Check
-from serving.bench.check_compare import Compared, Tolerance, compared
+from serving.bench.check_compare import Compared, Tolerance, compared, compared_picks
+from serving.bench.check_models import RandomModels
 from serving.bench.forward_model import measured_model
 
 SMALL = ["check", "--preset", "tiny", "--layers", "4,5", "--weight-sets", "1", "--jobs", "1"]
@@ -33,11 +34,19 @@ def test_rows_are_compared_by_the_worst():
     assert stored.within(LIMIT) and not replace(stored, overall=0.3).within(LIMIT)
 
 
+def test_picks_are_compared_in_whatever_order():
+    want = [(jnp.asarray([[3, 1, -1], [4, 2, 0]]),)]
+    assert compared_picks("x", [(jnp.asarray([[1, 3, -1], [0, 2, 4]]),)], want).different == 0
+    off = compared_picks("x", [(jnp.asarray([[1, 5, 3], [0, 7, 6]]),)], want)
+    assert (off.picks, off.different) == (5, 2) and not off.within(LIMIT)
+    assert off.within(replace(LIMIT, picks=0.4))
+
+
 @pytest.mark.slow
 def test_a_wrong_operation_is_found():
     """In the outputs, and in the rows that it wrote to the cache."""
     cfg = measured_model(Config.preset("tiny"), "4,5", 100)
-    check = Check(cfg, 1, ("decode=2*1@8",), 1)
+    check = Check(RandomModels(cfg, 1), ("decode=2*1@8",), 1)
     right = local_ops(SERVING, "reference")
     (case,) = check.cases
 
@@ -56,7 +65,8 @@ def test_a_wrong_operation_is_found():
     failed = {name for name, value in values.items() if not value.within(module.NEAR)}
     rings = {f"windows[{i}].rows" for i in (0, 1)}
     assert failed >= {"decode, head input", "decode, logits", *rings}
-    assert values["windows[0].rows"].rows == 2
+    rows = values["windows[0].rows"]
+    assert isinstance(rows, Compared) and rows.rows == 2
     assert not any(name.endswith("differ") for name in failed)
 
 
@@ -85,6 +95,8 @@ def test_every_phase_of_the_command(capsys, monkeypatch):
         (["--case", "x=1*1@500"], "--case of 500 tokens: must be at most 128"),
         (["--layers", "5"], "lacks 4"),
         (["--weight-sets", "0"], "--weight-sets 0: must be at least 1"),
+        (["--goldens", "x"], "--goldens: needs --checkpoint"),
+        (["--checkpoint", "x", "--kernels", "mosaic"], "--kernels mosaic: must be auto with"),
     ],
 )
 def test_bad_input(arguments, what, capsys):
