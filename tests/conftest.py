@@ -13,6 +13,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import jax
 import numpy as np
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDENS = ROOT / "tests" / "goldens"
@@ -28,6 +29,10 @@ COMPILED = {
 for option, value in COMPILED.items():
     jax.config.update(option, value)
 
+# Every run has the same examples, so that a failure is the change's own; pytest
+# --hypothesis-profile=default looks for new ones.
+settings.register_profile("repeated", derandomize=True)
+settings.load_profile("repeated")
 
 # Folders whose tests share compiled programs; the order of all, others behind them.
 SHARING = "serving", "serving/engine", "serving/speculative", "serving/server", "dsv41_jax"

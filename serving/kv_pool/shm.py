@@ -137,13 +137,16 @@ class SharedMemoryStore:
         with self._locked():
             self.table.drop(self.table.abandoned(keys, self._clock()))
             there = self.table.find(keys, (READY, WRITING)) >= 0
-            claims = [None if old else self._claim(k) for k, old in zip(keys, there, strict=True)]
-        for claim, row in zip(claims, rows, strict=True):
-            if claim is not None:
+            claims: dict[bytes, Claim | None] = {}  # of a key that comes twice, one
+            for key, old in zip(keys, there, strict=True):
+                if key not in claims:
+                    claims[key] = None if old else self._claim(key)
+        for key, row in zip(keys, rows, strict=True):
+            if (claim := claims[key]) is not None:
                 self._rows[claim.slot] = row
         with self._locked():
-            written = self.table.commit(claims)
-        return [bool(old) or new for old, new in zip(there, written, strict=True)]
+            written = dict(zip(claims, self.table.commit(list(claims.values())), strict=True))
+        return [bool(old) or written[key] for key, old in zip(keys, there, strict=True)]
 
     def remove(self, keys: Sequence[bytes], *, leased: bool = False) -> list[bool]:
         with self._locked():

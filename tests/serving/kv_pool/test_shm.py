@@ -254,6 +254,14 @@ def test_no_room(tmp_path, monkeypatch):
         SharedMemoryStore(tmp_path / "none" / "pool", 90000, 1000)
 
 
+def test_a_key_twice_in_a_batch(attach):
+    """Takes one slot, which is found and leased as any other."""
+    a, b = attach(2), attach(2)
+    assert put(a, 2, 2) == [True, True] and a.table.ready == 1
+    assert get(a, 2) == [True] and b.remove(keys(2)) == [False]
+    assert put(b, 1) == [True] and get(b, 2, 1) == [True, True]
+
+
 def test_many_slots(attach):
     """More than candidates are kept of, and than the log holds for who comes late."""
     a, b = attach(1500), attach(1500)
