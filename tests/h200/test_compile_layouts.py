@@ -48,9 +48,9 @@ def repack_abstract(model: Model, placement: Placement) -> None:
 def no_memory(monkeypatch):
     """Peer-to-peer sums without memory, since no device is there."""
 
-    def make(mesh, axes, *, rows, width, room, kernels):
+    def make(mesh, axes, *, rows, width, timeout_s, room, kernels):
         ranks = prod(mesh.shape[axis] for axis in axes)
-        exchange = Exchange(ranks, rows, width, room=room)
+        exchange = Exchange(ranks, rows, width, timeout_s, room)
         shape = jax.ShapeDtypeStruct((mesh.size, exchange.table_words), jnp.int32)
         return PeerMemory(mesh, axes, exchange, kernels, None, shape)
 
