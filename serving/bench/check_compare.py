@@ -31,7 +31,8 @@ class Tolerance:
     def __str__(self) -> str:
         return (
             f"a row's relative error at most {self.rel:g}, cosine at least {self.cosine:g};"
-            f" relative error of stored rows together at most {self.stored_rel:g}"
+            f" relative error of stored rows together at most {self.stored_rel:g}; at most"
+            f" {self.picks:g} of picks differ"
         )
 
 

@@ -40,6 +40,8 @@ from serving.bench.forward_time import Timing, addresses, timed
 from serving.buckets import Bucket
 from sharding.hlo import Traffic, collectives
 
+# What a compiler, a device, a kernel that refuses or a file raises; all else is an error of ours.
+_FAULTS = RuntimeError, ValueError, OSError
 _VERIFY_STEPS = 80  # within the room that a case leaves for accepted drafts
 _PLAIN, _CAPTURED, _PROFILED = 0, 1, 2
 _OPTIONS = {_PLAIN: WITHOUT_COMMAND_BUFFERS, _PROFILED: PROFILED_COMMAND_BUFFERS}
@@ -140,7 +142,7 @@ class Bench:
             began = time.perf_counter()
             try:
                 made = one.lowered(self.programs).compile(one.options)
-            except Exception as error:  # other cases can do without it
+            except _FAULTS as error:  # other cases can do without it
                 made = f"{one} does not compile: {_first_line(error)}"
                 progress_line(made)
             else:
@@ -165,7 +167,7 @@ class Bench:
         found.collectives = collectives("".join(texts))
         try:
             self._time(found, plan, executables)
-        except Exception as error:  # other cases are still to be measured
+        except _FAULTS as error:  # other cases are still to be measured
             found.parts, found.why = {}, _first_line(error)
         return found
 
