@@ -1,8 +1,5 @@
-"""The kernel for few rows as one PTX program: weights go through a ring in shared memory to
-registers, are dequantised there and multiplied (``fragment_ptx``); a cluster adds the parts of K.
-
-A thread copies to the ring what it alone reads, so nobody waits for others; and unit by unit, which
-loads to registers do not: of those the compiler waits for many at once.
+"""The kernel for few rows as one PTX program: weights go from memory to registers, are
+dequantised there and multiplied (``fragment_ptx``); a cluster adds the parts of K.
 """
 
 from pallas_kernels.inline_ptx import f32
@@ -12,46 +9,72 @@ from pallas_kernels.linear.fragment_ptx import (
     PIN,
     STEPS,
     UNIT,
+    arrange,
     decode_unit,
     divide,
     spread_scale,
     store_four,
     vector,
 )
-from pallas_kernels.linear.inputs_ptx import FRAGMENT, fetch, input_registers, keep, meet, squares
-from pallas_kernels.linear.skinny_shape import THREADS, Skinny
+from pallas_kernels.linear.skinny_shape import THREADS, WARPS, Skinny
 
-COPY = "cp.async.cg.shared.global.L2::128B"
+LOAD = "ld.global.L1::no_allocate.L2::128B.v4.b32"
+FRAGMENT = 1024  # bytes of a unit of eight rows of x
+BATCH, NORMED_BATCH = 5, 3  # loads of such a unit that a warp has in flight, at least
+MOST = 8  # and at most
+LOADING = 192  # registers for what is on its way
 
 
 def program(s: Skinny, words: str = "", cluster: str = "") -> list[str]:
     """Operands: x, codes and scales of each matrix, outputs, the norm's weight if there is one
     (GMEM), SMEM words, cluster; the last two may be named instead.
     """
-    last = 3 * len(s.outputs) + 1 + (s.norm is not None)
+    ahead, last = min(s.depth, s.units), 3 * len(s.outputs) + 1 + (s.norm is not None)
     lines = [*_registers(s), *_place(s, words or f"${last}", cluster or f"${last + 1}")]
-    weights = [line for u in range(s.slots) for line in _load(s, u)]
+    # Inputs first: behind all those weights they would come last, and nothing can begin.
+    lines += [] if s.early else _fetch(s, 0)
+    lines += [*[line for u in range(ahead) for line in _load(s, u)], PIN]
     if s.early:
-        lines += [*_scales(s), *weights]
-        lines += ["griddepcontrol.wait; griddepcontrol.launch_dependents;", *fetch(s)]
-    else:  # inputs first: behind all those weights they would come last, and nothing can begin
-        lines += [*fetch(s), *_scales(s), *weights]
-    lines += [*keep(s, 0 if s.early else s.slots), meet()]
-    lines += squares(s) if s.norm is not None else []
-    lines += _take(s, 0)
+        lines.append("griddepcontrol.wait; griddepcontrol.launch_dependents;")
+    for first in range(0, s.tasks, WARPS * _batch(s)):
+        lines += _fetch(s, first) if first or s.early else []
+        lines += _keep(s, first)
+    lines.append(_meet())
+    if s.norm is not None:
+        lines += _squares(s)
     for u in range(s.units):
         lines += _unit(s, u)
-    return [*lines, meet(), *_stash(s), *_sum(s)]
+        if u + ahead < s.units:
+            lines += [*_load(s, u + ahead), PIN]
+    return [*lines, _meet(), *_stash(s), *_sum(s)]
+
+
+def _batch(s: Skinny) -> int:
+    """As many as leave registers for the weights under way, up to all of a warp's."""
+    least, each = (BATCH, 8) if s.norm is None else (NORMED_BATCH, 16)
+    taken = 8 * s.tiles * min(s.depth, s.units) + s.tiles * s.tokens // 2
+    return max(least, min(-(-s.tasks // WARPS), MOST, (LOADING - taken) // each))
+
+
+def _meet() -> str:
+    return f"barrier.sync 0, {THREADS};"
 
 
 def _registers(s: Skinny) -> list[str]:
-    return [
+    lines = [
         ".reg .b32 tid, lane, warp, gi, qi, row, n, block, tok0, live, column, scale, sm, xs;",
-        ".reg .b32 rank, ring, i, j, u, e, f, t0, t1, t2; .reg .b64 x, wp, sp, op, wide, other;",
-        f".reg .pred p, in; .reg .f32 acc<{s.tiles * s.tokens // 2}>, z<{4 * s.splits}>;",
-        f".reg .b32 v<8>, y<2>, a<{16 * s.tiles}>, r<{8 * s.tiles}>, b<{s.units}>;",
-        *input_registers(s),
+        ".reg .b32 rank, i, j, u, e, f, at, t0, t1, t2; .reg .b64 x, wp, sp, op, wide, other;",
+        f".reg .pred p, in, on<{_batch(s)}>; .reg .f32 acc<{s.tiles * s.tokens // 2}>;",
+        f".reg .b32 w<{8 * _batch(s)}>, to<{_batch(s)}>, v<8>, y<2>, a<{16 * s.tiles}>;",
+        f".reg .f32 z<{4 * s.splits}>;",
     ]
+    for u in range(s.units):
+        lines.append(f".reg .b32 r{u}_<{8 * s.tiles}>, b{u};")
+    if s.norm is not None:
+        lines.append(
+            f".reg .b64 norm; .reg .b32 g<{8 * _batch(s)}>; .reg .f32 ss, lo, hi, glo, ghi;"
+        )
+    return lines
 
 
 def _place(s: Skinny, smem: str, cluster: str) -> list[str]:
@@ -86,49 +109,111 @@ def _place(s: Skinny, smem: str, cluster: str) -> list[str]:
         "add.u32 i, i, j; shr.u32 j, qi, 1; add.u32 i, i, j; cvt.u64.u32 wide, i;",
         "add.s64 sp, sp, wide; mad.lo.u32 i, qi, 16, column; cvt.u64.u32 wide, i;",
         f"add.s64 wp, wp, wide; add.u32 row, row, gi; mul.wide.u32 wide, row, {s.k};",
-        "add.s64 wp, wp, wide; mad.lo.u32 xs, lane, 16, sm; mad.lo.u32 ring, tid, 16, sm;",
+        "add.s64 wp, wp, wide; mad.lo.u32 xs, lane, 16, sm;",
         *[f"mov.f32 acc{i}, 0f00000000;" for i in range(s.tiles * s.tokens // 2)],
     ]
 
 
-def _inside(s: Skinny, u: int) -> list[str]:
-    """in: this thread's columns of unit u are not past the end of K."""
-    return [f"mad.lo.u32 i, qi, 16, column; add.u32 i, i, {u * UNIT}; setp.lt.u32 in, i, {s.k};"]
-
-
-def _scales(s: Skinny) -> list[str]:
-    """All of them; 0 past the end of K."""
-    lines, guard = [], "" if s.exact else "@in "
-    for u in range(s.units):
-        lines += [] if s.exact else [f"mov.b32 b{u}, 0;", *_inside(s, u)]
-        lines.append(f"{guard}ld.global.u8 b{u}, [sp+{2 * u}];")
-    return [*lines, PIN]
-
-
 def _load(s: Skinny, u: int) -> list[str]:
-    """Copies of the codes of unit u to the ring, each to where none but its thread reads it; zeros
-    past the end of K.
-    """
-    lines, size = [], "16"
+    """The codes and scale of unit u; zeros past the end of K."""
+    lines, guard = [], ""
     if not s.exact:
-        lines, size = [*_inside(s, u), "selp.b32 t0, 16, 0, in;"], "16, t0"
+        guard = "@in "
+        lines += [f"mov.b32 r{u}_{i}, 0;" for i in range(8 * s.tiles)]
+        lines += [f"mov.b32 b{u}, 0; mad.lo.u32 i, qi, 16, column; add.u32 i, i, {u * UNIT};"]
+        lines.append(f"setp.lt.u32 in, i, {s.k};")
     for r in range(2 * s.tiles):
-        lines.append(f"{COPY} [ring+{_slot(s, u, r)}], [wp+{UNIT * u + 8 * s.k * r}], {size};")
-    return [*lines, "cp.async.commit_group;"]
+        lines.append(f"{guard}{LOAD} {vector(f'r{u}_', 4 * r)}, [wp+{UNIT * u + 8 * s.k * r}];")
+    return [*lines, f"{guard}ld.global.u8 b{u}, [sp+{2 * u}];"]
 
 
-def _slot(s: Skinny, u: int, r: int) -> int:
-    """Where the ring has the r-th row of unit u: [slot][row of a thread][thread][16 bytes]."""
-    return 4 * (s.ring_words + u % s.slots * s.slot_words) + 16 * THREADS * r
-
-
-def _take(s: Skinny, u: int) -> list[str]:
-    """Unit u from the ring to registers, once it is there."""
-    later = min(u + s.slots, s.units) - u - 1
-    lines = [f"cp.async.wait_group {later};"]
-    for r in range(2 * s.tiles):
-        lines.append(f"ld.shared.v4.b32 {vector('r', 4 * r)}, [ring+{_slot(s, u, r)}];")
+def _fetch(s: Skinny, first: int) -> list[str]:
+    """Loads of x: four threads take a unit of a row, ``BATCH`` loads or more a warp. Rows that are
+    not live are left out, columns past the end of K are 0.
+    """
+    lines, rows = [], min(s.rows, s.tokens)
+    for b in range(_batch(s)):
+        if first + WARPS * b >= s.tasks:
+            break
+        lines += [
+            # f: item, u: unit, i: row, j: column.
+            f"add.u32 f, warp, {first + WARPS * b}; mad.lo.u32 f, f, 8, gi;",
+            f"{divide('u', 'f', rows)} mul.lo.u32 i, u, {rows}; sub.u32 i, f, i;",
+            f"setp.lt.u32 p, f, {s.items}; setp.lt.and.u32 on{b}, i, live, p;",
+            f"mad.lo.u32 e, u, {FRAGMENT * s.tokens // 8}, sm; shr.u32 f, i, 3;",
+            f"mad.lo.u32 e, f, {FRAGMENT}, e; and.b32 f, i, 7; mad.lo.u32 e, f, 64, e;",
+            f"mad.lo.u32 to{b}, qi, 16, e;",
+            f"add.u32 i, tok0, i; mul.wide.u32 wide, i, {2 * s.k}; add.s64 wide, wide, x;",
+            f"mad.lo.u32 j, u, {UNIT}, column; mad.lo.u32 j, qi, 16, j;",
+            "mul.wide.u32 other, j, 2; add.s64 wide, wide, other;",
+        ]
+        guard = f"on{b}"
+        if not s.exact:
+            lines += [f"mov.b32 w{8 * b + i}, 0;" for i in range(8)]
+            lines.append(f"setp.lt.and.u32 in, j, {s.k}, on{b};")
+            guard = "in"
+        for half in range(2):
+            words = vector("w", 8 * b + 4 * half)
+            lines.append(f"@{guard} ld.global.v4.b32 {words}, [wide+{16 * half}];")
+        if s.norm is not None:
+            lines += [f"mov.b32 g{8 * b + i}, 0;" for i in range(8)]
+            lines.append("add.s64 other, other, norm;")
+            for half in range(2):
+                words = vector("g", 8 * b + 4 * half)
+                lines.append(f"@{guard} ld.global.v4.b32 {words}, [other+{16 * half}];")
     return lines
+
+
+def _keep(s: Skinny, first: int) -> list[str]:
+    """What ``_fetch`` loaded to shared memory, as each thread will load it: [unit][group of eight
+    rows][half][lane][16 bytes].
+    """
+    lines = []
+    for b in range(_batch(s)):
+        if first + WARPS * b >= s.tasks:
+            break
+        if s.norm is not None:
+            lines += _weighed(s, b)
+        for step in range(STEPS):
+            w = 8 * b + 2 * step
+            lines += arrange(f"w{w}", f"w{w + 1}", f"v{2 * step}", f"v{2 * step + 1}")
+        for half in range(2):
+            lines.append(f"@on{b} st.shared.v4.b32 [to{b}+{512 * half}], {vector('v', 4 * half)};")
+    return lines
+
+
+def _weighed(s: Skinny, b: int) -> list[str]:
+    """A task's x times the norm's weight in its place, and the sum of its squares to shared memory:
+    [unit][group of eight rows][row].
+    """
+    lines = ["mov.f32 ss, 0f00000000;"]
+    for i in range(8 * b, 8 * b + 8):
+        lines += [
+            f"shl.b32 lo, w{i}, 16; and.b32 hi, w{i}, 0xFFFF0000;",
+            f"shl.b32 glo, g{i}, 16; and.b32 ghi, g{i}, 0xFFFF0000;",
+            "fma.rn.f32 ss, lo, lo, ss; fma.rn.f32 ss, hi, hi, ss;",
+            f"mul.f32 lo, lo, glo; mul.f32 hi, hi, ghi; cvt.rn.bf16x2.f32 w{i}, hi, lo;",
+        ]
+    for lanes in (1, 2):
+        lines.append(f"shfl.sync.bfly.b32 lo, ss, {lanes}, 31, 0xffffffff; add.f32 ss, ss, lo;")
+    return [
+        *lines,
+        f"setp.eq.and.u32 p, qi, 0, on{b}; sub.u32 i, to{b}, sm; shr.u32 e, i, 10;",
+        "bfe.u32 i, i, 6, 3; mad.lo.u32 i, e, 8, i; mad.lo.u32 i, i, 4, sm;",
+        f"@p st.shared.f32 [i+{4 * s.square_words}], ss;",
+    ]
+
+
+def _squares(s: Skinny) -> list[str]:
+    """Each live row's sum of squares in this block's columns to shared memory."""
+    at = s.square_words
+    lines = [
+        "setp.ge.u32 p, tid, live; @p bra SQUARES; mad.lo.u32 i, tid, 4, sm;",
+        "mov.f32 ss, 0f00000000;",
+    ]
+    for u in range(s.units):
+        lines.append(f"ld.shared.f32 lo, [i+{4 * (at + u * s.tokens)}]; add.f32 ss, ss, lo;")
+    return [*lines, f"st.shared.f32 [i+{4 * (at + s.units * s.tokens)}], ss;", "SQUARES:"]
 
 
 def _normed(s: Skinny) -> list[str]:
@@ -147,18 +232,15 @@ def _normed(s: Skinny) -> list[str]:
 
 
 def _unit(s: Skinny, u: int) -> list[str]:
-    """acc += unit u of the weights x its inputs; the next to registers."""
-    lines = [*_inputs(s, u, 0), *spread_scale("scale", f"b{u}")]
+    """acc += unit u of the weights x its inputs."""
+    lines = spread_scale("scale", f"b{u}")
     for m in range(s.tiles):
-        raw = [f"r{8 * m + i}" for i in range(8)]
+        raw = [f"r{u}_{8 * m + i}" for i in range(8)]
         lines += decode_unit(raw, [f"a{16 * m + i}" for i in range(16)], "scale")
-    if u + s.slots < s.units:
-        lines += _load(s, u + s.slots)
-    if u + 1 < s.units:
-        lines += _take(s, u + 1)
     groups = s.tokens // 8
     for e in range(groups):
-        lines += _inputs(s, u, e) if e else []
+        at = FRAGMENT * (u * groups + e)
+        lines += [f"ld.shared.v4.b32 {vector('v', 4 * h)}, [xs+{at + 512 * h}];" for h in range(2)]
         for step in range(STEPS):
             for m in range(s.tiles):
                 acc = vector("acc", 4 * (m * groups + e))
@@ -167,12 +249,6 @@ def _unit(s: Skinny, u: int) -> list[str]:
                     f" {acc}, {vector('a', 16 * m + 4 * step)}, {vector('v', 2 * step, 2)}, {acc};"
                 )
     return lines
-
-
-def _inputs(s: Skinny, u: int, e: int) -> list[str]:
-    """Those of eight rows."""
-    at = FRAGMENT * (u * (s.tokens // 8) + e)
-    return [f"ld.shared.v4.b32 {vector('v', 4 * h)}, [xs+{at + 512 * h}];" for h in range(2)]
 
 
 def _stash(s: Skinny) -> list[str]:
@@ -191,7 +267,7 @@ def _stash(s: Skinny) -> list[str]:
 
 def _sum(s: Skinny) -> list[str]:
     """Each block of the cluster adds a share of the sums, split by split, and stores it."""
-    lines = [meet()]
+    lines = [_meet()]
     if s.splits > 1:
         lines = [MEET]
     vectors = s.block_rows // 4

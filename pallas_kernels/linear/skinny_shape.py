@@ -14,12 +14,10 @@ WARPS = 4
 THREADS = 32 * WARPS
 TOKENS = (8, 16, 32, 64)  # rows of x that a block multiplies
 SPLITS = (1, 2, 4, 8)
+NORMED = 10  # tiles of a unit in flight, at most, where a norm of several loads takes registers
 UNITS = 16  # of a split, at most where 8 splits do
 MAX_K = 16384  # 32 units of 64 rows of x would not fit in shared memory; of 32 rows they do
 SMEM_BYTES = 226 * 1024
-SPACES = (SMEM_BYTES // 2, SMEM_BYTES)  # of two blocks, of one
-DEPTHS = {8: 12, 16: 10, 32: 6, 64: 4}  # by rows of x, where nothing was measured
-LEAST = 2  # units on their way
 SETTINGS = ("tokens", "tiles", "splits", "depth")  # that a measurement chooses
 TUNED = Path(__file__).parents[1] / "tuned" / "nvidia-h200.json"
 
@@ -30,7 +28,7 @@ class Skinny:
 
     A warp takes 16 * ``tiles`` rows of one matrix, its block ``tokens`` rows of x and one of
     ``splits`` parts of K; the splits of a tile are a cluster and are added in their order.
-    ``depth`` units of 64 columns are on their way to shared memory. ``early``: weights are loaded
+    ``depth`` units of 64 columns are on their way to registers. ``early``: weights are loaded
     before the kernel ahead has ended, so no kernel that may still run can write them. ``norm``: the
     eps of the RMSNorm of x that goes before, if one does.
     """
@@ -99,9 +97,9 @@ class Skinny:
         return self.units * min(self.rows, self.tokens)
 
     @property
-    def passes(self) -> int:
-        """In which a warp takes eight of them."""
-        return -(-self.items // (8 * WARPS))
+    def tasks(self) -> int:
+        """Eights of them, of which a load of a warp takes one."""
+        return -(-self.items // 8)
 
     @property
     def square_words(self) -> int:
@@ -111,36 +109,10 @@ class Skinny:
         return max(self.units * UNIT * self.tokens // 2, self.tokens * self.pitch)
 
     @property
-    def norm_words(self) -> int:
-        """Behind the sums of squares lies the norm's weight."""
-        return self.square_words + (self.units + 1) * self.tokens
-
-    @property
-    def ring_words(self) -> int:
-        """Behind all that lie the weights on their way."""
-        return self.square_words if self.norm is None else self.norm_words + self.units * UNIT // 2
-
-    @property
-    def slot_words(self) -> int:
-        """A block's weights of a unit."""
-        return self.block_rows * UNIT // 4
-
-    @property
-    def slots(self) -> int:
-        return min(self.depth, self.units)
-
-    @property
     def words(self) -> int:
         """Of shared memory."""
-        return self.ring_words + self.slots * self.slot_words
-
-    @property
-    def room(self) -> int:
-        """Units on their way for which a second block of the multiprocessor leaves space, unless
-        those are too few; then for which there is space at all.
-        """
-        rooms = [(whole // 4 - self.ring_words) // self.slot_words for whole in SPACES]
-        return rooms[0] if rooms[0] >= LEAST else rooms[1]
+        squares = 0 if self.norm is None else (self.units + 1) * self.tokens
+        return self.square_words + squares
 
 
 @lru_cache(maxsize=256)
@@ -149,7 +121,6 @@ def tuned(rows: int, k: int, outputs: tuple[int, ...], **options: Any) -> Skinny
     three blocks a multiprocessor, of four units at least and ``UNITS`` at most where K allows.
     """
     own = _estimated(rows, k, outputs, **options)
-    depth = DEPTHS[own.tokens]
     fits = [
         entry
         for entry in json.loads(TUNED.read_text()).get("linear_few_rows", [])
@@ -157,20 +128,19 @@ def tuned(rows: int, k: int, outputs: tuple[int, ...], **options: Any) -> Skinny
     ]
     if fits:
         best = min(fits, key=lambda entry: entry["rows"])
-        depth = best["depth"]
-        own = replace(own, **{name: best[name] for name in SETTINGS if name != "depth"})
-    return replace(own, depth=min(depth, own.room))
+        own = replace(own, **{name: best[name] for name in SETTINGS})
+    if own.norm is None or own.tasks <= WARPS:
+        return own
+    return replace(own, depth=min(own.depth, NORMED // own.tiles))
 
 
 def _estimated(rows: int, k: int, outputs: tuple[int, ...], **options: Any) -> Skinny:
-    """But for ``depth``."""
-    splits, tiles = _splits(rows, k, outputs), _tiles(rows)
-    units = -(-k // (UNIT * splits))
-    others = 2 * UNIT * units + LEAST * 16 * WARPS * tiles * UNIT  # a norm's weight, weights
-    room = (SMEM_BYTES - others) // ((2 * UNIT + 4) * units + 4)
+    splits = _splits(rows, k, outputs)
+    room = SMEM_BYTES // ((2 * UNIT + 4) * -(-k // (UNIT * splits)) + 4)
     tokens = next((t for t in TOKENS if rows <= t), TOKENS[-1])
     tokens = max(t for t in TOKENS if t <= min(tokens, room))
-    return Skinny(rows, k, outputs, tokens, tiles, splits, LEAST, **options)
+    depth = {8: 12, 16: 10, 32: 6, 64: 4}[tokens]
+    return Skinny(rows, k, outputs, tokens, _tiles(rows), splits, depth, **options)
 
 
 def _tiles(rows: int) -> int:

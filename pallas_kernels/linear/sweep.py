@@ -24,11 +24,10 @@ from pallas_kernels.linear.skinny_shape import (
     SMEM_BYTES,
     SPLITS,
     UNIT,
-    WARPS,
     Skinny,
 )
 
-DEPTHS = (3, 4, 6, 8, 12, 16)
+DEPTHS = (4, 6, 8, 12, 16)
 
 
 def launches(case: Case) -> list[Skinny | Broad]:
@@ -44,10 +43,10 @@ def launches(case: Case) -> list[Skinny | Broad]:
 def _few(own: Skinny) -> Iterator[Skinny]:
     for tiles, splits, depth in product((1, 2), SPLITS, DEPTHS):
         units = -(-own.k // (UNIT * splits))
-        if units <= 2 * skinny_shape.UNITS and (depth <= units or depth == DEPTHS[0]):
-            ring = min(depth, units) * 16 * WARPS * tiles * UNIT
-            if units * UNIT * own.tokens * 2 + ring <= SMEM_BYTES:
-                yield replace(own, tiles=tiles, splits=splits, depth=depth)
+        fits = units * UNIT * own.tokens * 2 <= SMEM_BYTES and units <= 2 * skinny_shape.UNITS
+        registers = 8 * tiles * min(depth, units) + tiles * own.tokens // 2
+        if fits and registers <= 160 and (depth <= units or depth == DEPTHS[0]):
+            yield replace(own, tiles=tiles, splits=splits, depth=depth)
 
 
 def microseconds(case: Case, s: Skinny | Broad) -> float:

@@ -20,7 +20,7 @@ from pallas_kernels.linear.product import bf16_linears
 from pallas_kernels.numerics import REFERENCE, Numerics
 from pallas_kernels.output_projection import ref
 from pallas_kernels.output_projection.grouped_shape import MAX_ROWS, launch
-from pallas_kernels.output_projection.joint_shape import PART, TOKENS, joint
+from pallas_kernels.output_projection.joint_shape import PART, TOKENS, Joint
 from pallas_kernels.output_projection.op import build_addends, build_grouped
 from pallas_kernels.output_projection.product import bf16_product
 from pallas_kernels.quant import Fp8Blocks
@@ -180,8 +180,7 @@ def _joint(case: Case) -> Callable:
     from pallas_kernels.output_projection.kernel_sm90 import joint_launcher
 
     rounds = Numerics.named(case.numerics).round_activations
-    s = joint(case.rows, case.groups, case.rank, case.k, case.hidden, round=rounds)
-    assert s is not None
+    s = Joint(case.rows, case.groups, case.rank, case.k, case.hidden, rounds)
     run = joint_launcher(s, after=True)
     return lambda carry, o, a, b: run(
         o.reshape(case.rows, -1), a.codes, a.scales, b.codes, b.scales, carry

@@ -272,27 +272,18 @@ def _output(s: Grouped, i: int, stride: int, units: int) -> list[str]:
     ]
 
 
-def round_outputs(count: int = 1) -> list[str]:
-    """h0 and so on to the AQ32 grid of the warp's 32 outputs each; not finite ones make them all
-    NaN. Each has three registers z.
-    """
-    lines, z = [], [[f"z{3 * i + j}" for j in range(3)] for i in range(count)]
-    for i, (a, b, _) in enumerate(z):
-        lines.append(f"cvt.u32.u16 {a}, h{i}; shl.b32 {a}, {a}, 16; and.b32 {b}, {a}, 0x7FFFFFFF;")
+def round_outputs() -> list[str]:
+    """h0 to the AQ32 grid of the warp's 32 outputs; not finite ones make them all NaN."""
+    lines = ["cvt.u32.u16 z0, h0; shl.b32 z0, z0, 16; and.b32 z1, z0, 0x7FFFFFFF;"]
     for step in (16, 8, 4, 2, 1):
-        for _, b, c in z:
-            lines.append(f"shfl.sync.bfly.b32 {c}, {b}, {step}, 31, 0xffffffff;")
-        lines += [f"max.u32 {b}, {b}, {c};" for _, b, c in z]
-    for i, (a, b, c) in enumerate(z):
-        lines += [
-            f"setp.ge.u32 big, {b}, 0x7F800000; max.f32 {b}, {b}, {f32(1e-4)};",
-            f"mul.f32 {b}, {b}, {f32(1 / 448)}; shr.u32 {c}, {b}, 23; and.b32 {b}, {b}, 0x7FFFFF;",
-            f"setp.ne.u32 p, {b}, 0; @p add.u32 {c}, {c}, 1; sub.u32 {b}, 254, {c};",
-            f"shl.b32 {b}, {b}, 23; mul.f32 {b}, {a}, {b};",
-            f"cvt.rn.satfinite.e4m3x2.f32 h{i}, {b}, {b}; cvt.u32.u16 {a}, h{i};",
-            f"and.b32 {b}, {a}, 0x7F; shl.b32 {b}, {b}, 20; and.b32 {a}, {a}, 0x80;",
-            f"shl.b32 {a}, {a}, 24; or.b32 {a}, {a}, {b}; mul.f32 {a}, {a}, {f32(2.0**120)};",
-            f"shl.b32 {c}, {c}, 23; mul.f32 {a}, {a}, {c}; @big mov.b32 {a}, 0x7FFFFFFF;",
-            f"cvt.rn.bf16.f32 h{i}, {a};",
-        ]
-    return lines
+        lines.append(f"shfl.sync.bfly.b32 z2, z1, {step}, 31, 0xffffffff; max.u32 z1, z1, z2;")
+    return [
+        *lines,
+        f"setp.ge.u32 big, z1, 0x7F800000; max.f32 z1, z1, {f32(1e-4)};",
+        f"mul.f32 z1, z1, {f32(1 / 448)}; shr.u32 z2, z1, 23; and.b32 z1, z1, 0x7FFFFF;",
+        "setp.ne.u32 p, z1, 0; @p add.u32 z2, z2, 1; sub.u32 z1, 254, z2; shl.b32 z1, z1, 23;",
+        "mul.f32 z1, z0, z1; cvt.rn.satfinite.e4m3x2.f32 h0, z1, z1; cvt.u32.u16 z0, h0;",
+        "and.b32 z1, z0, 0x7F; shl.b32 z1, z1, 20; and.b32 z0, z0, 0x80; shl.b32 z0, z0, 24;",
+        f"or.b32 z0, z0, z1; mul.f32 z0, z0, {f32(2.0**120)}; shl.b32 z2, z2, 23;",
+        "mul.f32 z0, z0, z2; @big mov.b32 z0, 0x7FFFFFFF; cvt.rn.bf16.f32 h0, z0;",
+    ]

@@ -9,22 +9,17 @@ THREADS = 32 * WARPS
 BLOCKS = 8  # of a cluster
 TOKENS = 8  # rows at most: the N side of a product
 STRIP = 32  # weight rows of a warp: those of a scale, two products
-UNIT_BYTES = STRIP * UNIT
-TURN = 2  # units of a turn of a loop
-DEPTHS = 8, 6, 4  # units of weights that a warp has under way
-WIDTH = BLOCKS * WARPS * STRIP  # inputs and outputs are a multiple: eight inputs of each thread
-WIDEST = 32 * WIDTH  # and at most: a thread copies scales for one width of either half
+DEPTH = 4  # units of weights on their way to a warp's registers
 PART = 512  # outputs of the first half that a cluster makes
 SUMMED = 16  # parts of an output, at most
 PAD = 4  # words between the sums of two rows of activations
-PIECE = 16  # bytes of a copy
-TWO_AT_ONCE = 113 * 1024  # bytes of shared memory of a block, of which a multiprocessor holds two
+SMEM_BYTES = 226 * 1024
 
 
 @dataclass(frozen=True)
 class Joint:
     """``rows`` R of ``groups`` G by ``rank`` N outputs of ``k`` inputs each, then ``hidden`` D
-    outputs of all G * N; ``depth`` units of weights under way for a warp.
+    outputs of all G * N.
 
     A cluster makes one of ``parts`` of the first half's outputs, a block an eighth of those; they
     are rounded, to FP8 in groups of 32 (AQ32) if ``round``, and go to all blocks of the cluster. Of
@@ -38,19 +33,16 @@ class Joint:
     k: int
     hidden: int
     round: bool
-    depth: int
 
     def __post_init__(self) -> None:
         if not 0 < self.rows <= TOKENS:
             raise ValueError(f"{self.rows=} must be 1 to {TOKENS}")
         if self.rank % PART or self.parts > SUMMED:
             raise ValueError(f"{self.rank=} must be a multiple of {PART}, {SUMMED} in all groups")
-        if self.k % WIDTH or self.k > WIDEST:
-            raise ValueError(f"{self.k=} must be a multiple of {WIDTH} up to {WIDEST}")
-        if self.hidden % WIDTH or self.hidden > WIDEST:
-            raise ValueError(f"{self.hidden=} must be a multiple of {WIDTH} up to {WIDEST}")
-        if self.depth not in DEPTHS:
-            raise ValueError(f"{self.depth=} must be one of {DEPTHS}")
+        if self.k % (self.warps_k * UNIT * DEPTH):
+            raise ValueError(f"{self.k=} must be a multiple of {self.warps_k * UNIT * DEPTH}")
+        if self.hidden % (BLOCKS * WARPS * STRIP):
+            raise ValueError(f"{self.hidden=} must be a multiple of {BLOCKS * WARPS * STRIP}")
 
     @property
     def outputs(self) -> int:
@@ -84,55 +76,34 @@ class Joint:
     @property
     def tiles(self) -> int:
         """Of 32 weight rows that a warp takes in the second half."""
-        return self.hidden // WIDTH
+        return self.hidden // (BLOCKS * WARPS * STRIP)
 
     @property
     def pitch(self) -> int:
         return self.block_rows + PAD
 
-    @property
-    def fragment(self) -> int:
-        """Bytes of a unit of inputs."""
-        return 2 * UNIT * self.rows
-
-    @property
-    def warp_scales(self) -> int:
-        """Bytes of a warp's scales: two a unit, in the order of units."""
-        return 2 * (self.units + PART // UNIT * self.tiles)
-
-    # Places in shared memory, in bytes: inputs, later sums of warps; outputs of the first half,
-    # scales, the barrier of those outputs, codes under way.
+    # Places in shared memory, in bytes: inputs, outputs of the first half, sums of its warps.
     @property
     def middle(self) -> int:
-        return max(2 * self.rows * self.k, 4 * self.warps_k * TOKENS * self.pitch)
+        return 2 * TOKENS * self.k
 
     @property
-    def scales(self) -> int:
-        return self.middle + 2 * self.rows * PART
-
-    @property
-    def barrier(self) -> int:
-        return self.scales + WARPS * self.warp_scales
-
-    @property
-    def codes(self) -> int:
-        return self.barrier + 16
+    def sums(self) -> int:
+        return self.middle + 2 * TOKENS * PART
 
     @property
     def words(self) -> int:
-        return (self.codes + WARPS * self.depth * UNIT_BYTES) // 4
+        return self.sums // 4 + self.warps_k * TOKENS * self.pitch
 
 
 def joint(rows: int, groups: int, rank: int, k: int, hidden: int, *, round: bool) -> Joint | None:
-    """The launch for these sizes with as much under way as there is room for; None if the kernel
-    has none.
-    """
+    """The launch for these sizes; None if the kernel has none."""
     fits = (
         0 < rows <= TOKENS
         and groups * rank <= SUMMED * PART
         and rank % PART == 0
-        and k % WIDTH == hidden % WIDTH == 0
-        and max(k, hidden) <= WIDEST
+        and k % (UNIT * DEPTH * WARPS * STRIP * BLOCKS // PART) == 0
+        and hidden % (BLOCKS * WARPS * STRIP) == 0
     )
-    sizes = (Joint(rows, groups, rank, k, hidden, round, depth) for depth in DEPTHS)
-    return next((s for s in sizes if 4 * s.words <= TWO_AT_ONCE), None) if fits else None
+    made = Joint(rows, groups, rank, k, hidden, round) if fits else None
+    return made if made is not None and 4 * made.words <= SMEM_BYTES else None

@@ -13,10 +13,7 @@ import numpy as np
 
 from tests.pallas_kernels.ptx_operations import F32, OPERATIONS, U32, U64, halves
 
-IGNORED = (
-    *("fence", "wgmma.fence", "wgmma.commit", "wgmma.wait"),
-    *("cp.async.bulk.prefetch", "cp.async.commit_group", "cp.async.wait_"),
-)
+IGNORED = ("fence", "cp.async.bulk.prefetch", "wgmma.fence", "wgmma.commit", "wgmma.wait")
 WINDOW = 24  # an address of another block of the cluster: its rank + 1 from this bit on
 
 
@@ -191,9 +188,6 @@ class Cluster:
                 b.waiting[active] = 1000
         elif name in ("ld", "st", "red", "atom"):
             self.access(b, name, rest, args, active)
-        elif opcode.startswith(("cp.async.ca", "cp.async.cg")):
-            to, source = self.copied(b, args, active)
-            b.shared.data[to] = self.memory.data[source]
         elif opcode.startswith(IGNORED):
             pass
         elif name in COLLECTIVE:
@@ -242,20 +236,6 @@ class Cluster:
         value = np.zeros(b.n, U64)
         value[on] = np.ascontiguousarray(memory.data[span]).view(kind)[:, 0]
         b.write(register, value, on)
-
-    def copied(self, b: Block, args: list[str], active: np.ndarray) -> list[np.ndarray]:
-        """Places in shared and in global memory, byte by byte, of a thread's copy; those of a
-        source whose size is given as 0 hold zeros.
-        """
-        size, given, places = int(args[2]), b.read(args[-1])[active], []
-        assert np.isin(given, (0, size)).all()
-        for arg in args[:2]:
-            base, _, offset = arg.strip("[]").partition("+")
-            places.append(b.read(base)[active].astype(np.int64) + int(offset or 0))
-        places[1][given == 0] = 0  # no array lies there
-        b.shared.index(places[0], size)
-        self.memory.index(places[1][given > 0], size)
-        return [at[:, None] + np.arange(size) for at in places]
 
     def atomic(self, b, memory, name, rest, index, args, on) -> None:
         words = memory.data.view(U32)

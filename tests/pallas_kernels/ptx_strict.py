@@ -1,9 +1,7 @@
 """``ptx_machine`` without its kindness: warps take turns at random, as do the blocks of a cluster,
 registers and shared memory begin with garbage, a global access has to lie within one array, and
-wgmma and copies of threads do their work as late as they may.
+wgmma reads its operands as late as it may.
 """
-
-from collections import defaultdict
 
 import numpy as np
 
@@ -41,8 +39,6 @@ class Strict(pm.Cluster):
         self.rng = np.random.default_rng(seed)
         self.warp, self.steps = 0, 0
         self.flying: list[list] = [[] for _ in self.blocks]
-        # A warp's copies, group after group; the last is not complete.
-        self.copies: dict[tuple[int, int], list] = defaultdict(lambda: [[]])
         for b in self.blocks:
             b.shared.data[:] = self.rng.integers(0, 256, b.shared.data.size)
             for register in b.registers.values():
@@ -74,19 +70,6 @@ class Strict(pm.Cluster):
     def execute(self, b, opcode, args, active) -> None:
         if opcode.startswith("cp.async.bulk.prefetch"):
             self.prefetch(b, args, active)
-        elif opcode.startswith(("cp.async.ca", "cp.async.cg")):
-            to, source = self.copied(b, args, active)
-            b.shared.data[to] = 0xFF  # NaN
-            self.copies[b.rank, self.warp][-1].append((to, source))
-        elif opcode == "cp.async.commit_group":
-            self.copies[b.rank, self.warp].append([])
-        elif opcode.startswith("cp.async.wait_"):
-            groups = self.copies[b.rank, self.warp]
-            if opcode == "cp.async.wait_all":
-                groups.append([])
-            while len(groups) - 1 > (int(args[0]) if args else 0):
-                for to, source in groups.pop(0):
-                    b.shared.data[to] = self.memory.data[source]
         elif opcode.startswith("wgmma.mma_async"):
             descriptor, keep = b.read(args[2]).copy(), b.read(args[3]).copy()
             columns = int(opcode.split(".")[4].removeprefix("m64n").removesuffix("k16"))
