@@ -7,6 +7,7 @@ from jax import Array
 from dsv41_jax.config import Config
 from dsv41_jax.ops import Ops
 from dsv41_jax.weights import Weight, fp32_param
+from pallas_kernels.addends import Addends
 from pallas_kernels.dispatch import on_hopper
 from pallas_kernels.moe_experts import repack
 from pallas_kernels.moe_experts.weights import ExpertWeights
@@ -74,26 +75,27 @@ class MoE(nnx.Module):
         """
         self.experts = RepackedExperts(repack.pack(self.experts(), self.shared_experts()))
 
-    def route(self, ops: Ops, x: Array, image: Array) -> tuple[Array, Array]:
+    def route(
+        self, ops: Ops, x: Array, image: Array, live: Array | None = None
+    ) -> tuple[Array, Array]:
         """Expert ids and weights [..., top_k] of x [..., D]; rows of an image span select with
-        ``bias_vl``.
+        ``bias_vl``, those that are not live no expert.
         """
-        bias = jnp.where(
-            image[..., None], self.gate.bias_vl.get_value(), self.gate.bias.get_value()
-        )
-        return ops.moe_gate(
-            x, self.gate.weight.get_value(), bias, top_k=self.top_k, scale=self.scale
-        )
+        gate = self.gate
+        biases = gate.bias.get_value(), gate.bias_vl.get_value()
+        operands = x, gate.weight.get_value(), *biases, image, live
+        return ops.moe_gate(*operands, top_k=self.top_k, scale=self.scale)
 
-    def __call__(self, ops: Ops, x: Array, image: Array, live: Array) -> Array:
-        """x [B, T, D] normed, image and live bool [B, T] -> [B, T, D]; rows that are not live reach
-        no expert.
+    def __call__(self, ops: Ops, x: Array, image: Array, live: Array) -> Array | Addends:
+        """x [B, T, D] normed, image and live bool [B, T] -> [B, T, D], for the mhc operations; rows
+        that are not live reach no expert.
         """
-        ids, weights = self.route(ops, x, image)
-        ids = jnp.where(live[..., None], ids, -1)
+        ids, weights = self.route(ops, x, image, live)
         count = live.size
         rows = (array.reshape(count, array.shape[-1]) for array in (x, ids, weights))
         y = ops.moe_experts(*rows, self.experts(), self.shared_experts(), limit=self.limit)
+        if isinstance(y, Addends):
+            return Addends(y.parts.reshape(-1, *x.shape))
         return y.reshape(x.shape)
 
 

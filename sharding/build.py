@@ -47,7 +47,11 @@ def build_ops(
         raise UserError(f"kernels {kernels!r}: {error}") from error
     if isinstance(division, str):
         # No ranks have to add anything, so sums may be left to the pass over the streams.
-        return replace(local, output_projection=partial(local.output_projection, parts=True))
+        return replace(
+            local,
+            output_projection=partial(local.output_projection, parts=True),
+            moe_experts=partial(local.moe_experts, parts=True),
+        )
     if dispatch not in DISPATCHES:
         raise ValueError(f"{dispatch=} must be one of {', '.join(DISPATCHES)}")
     if all_reduce not in ALL_REDUCES:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.addends import Addends
 from pallas_kernels.bench import Problem
 from pallas_kernels.check import (
     DRAWN,
@@ -125,7 +126,7 @@ def _weights(layout: Layout, seed: int) -> tuple[ExpertWeights, ExpertWeights]:
 
 
 @lru_cache(maxsize=1)
-def _packed(layout: Layout, seed: int):
+def packed_weights(layout: Layout, seed: int) -> PackedExperts:
     from pallas_kernels.moe_experts.repack import pack
 
     return pack(*_weights(layout, seed))
@@ -203,7 +204,7 @@ def problem(case: Case, impl: str, seed: int) -> Problem:
         from pallas_kernels.moe_experts import kernel_sm90 as kernels
 
         shared = (_weights(layout, seed)[1],) * prefill
-        data = (_packed(layout, seed), *shared)
+        data = (packed_weights(layout, seed), *shared)
         kernel = kernels.moe_experts_prefill if prefill else kernels.moe_experts_decode
         sizes = {"experts": layout.local, "width": layout.width, "limit": LIMIT}
         run = jax.jit(partial(kernel, numerics=SERVING, **sizes))  # traced once for all executions
@@ -263,12 +264,12 @@ def _hidden(live: Array, x: Array, ids: Array, weights: Array) -> tuple[Array, A
 
 
 def checks(case: Case, seed: int, run: Callable | None = None) -> Iterator[Check]:
-    """``run`` takes weights as released; the kernels take them packed. Of many rows ``DRAWN`` are
-    compared with the reference.
+    """``run`` takes weights as released; the kernels take them packed, and leave one row in parts
+    too. Of many rows ``DRAWN`` are compared with the reference.
     """
     released, shared = _weights(case.layout, seed)
-    experts = released if run else _packed(case.layout, seed)
-    run = run or build("mosaic")
+    experts = released if run else packed_weights(case.layout, seed)
+    own, run = run is None, run or build("mosaic")
     ids, weights = (jnp.asarray(a[0]) for a in routings(case, seed))
     x = jax.random.normal(jax.random.key(seed + 1), (case.rows, case.layout.hidden), jnp.bfloat16)
     drawn = np.sort(np.random.default_rng(seed).permutation(case.rows)[:DRAWN])
@@ -290,6 +291,31 @@ def checks(case: Case, seed: int, run: Callable | None = None) -> Iterator[Check
             else:
                 yield near_overall(kind + name, got, want, REFERENCE_REL_RMS)
         yield from _properties(case, seed, kind, program, (x, ids, weights), experts, shared)
+    if own and case.rows == 1:
+        yield from in_parts(run, x, weights, routes, experts, shared, released)
+
+
+def in_parts(
+    run: Callable,
+    x: Array,
+    weights: Array,
+    routes: dict[str, Array],
+    experts: PackedExperts,
+    shared: ExpertWeights,
+    released: ExpertWeights,
+) -> Iterator[Check]:
+    """One row whose sums are left to be added."""
+
+    def whole(*operands: Array | PackedExperts | ExpertWeights) -> Array:
+        y = run(*operands, limit=LIMIT, numerics=SERVING, parts=True)
+        assert isinstance(y, Addends)
+        return y.total(jnp.bfloat16)
+
+    program = Program(whole, x, next(iter(routes.values())), weights, experts, shared)
+    for name, picked in routes.items():
+        want = _reference(SERVING)(x, picked, weights, released, shared)
+        got = program(x, picked, weights, experts, shared)
+        yield near(f"serving: {name}, in parts", got, want, SERVING_REL)
 
 
 def _properties(

@@ -263,6 +263,8 @@ class Kernel:
     def finish_down(self, refs: Refs, p: Part, item, tile, split) -> None:
         at = self.s.plan
         rows_at = item * p.tokens + (at.rows if p.shared else at.pairs)
+        if self.s.joint and p.shared:
+            split = split + self.s.k * self.s.down.splits
 
         def store(acc, m, row_block):
             self.scatter[p](acc, refs.y[p.shared], refs.plan, rows_at, split, row_block * 64)
@@ -283,7 +285,9 @@ class Kernel:
         up, down, up8, down8, *refs = refs
         if self.phases[0]:
             *t, refs = *refs[:2], refs[2:]
-        if self.phases[1]:
+        if self.phases[1] and self.s.joint:
+            y, refs = [refs[0]] * 2, refs[1:]
+        elif self.phases[1]:
             *y, refs = *refs[:2], refs[2:]
         weights = ((up, up8), (down, down8))
         seen = Refs(plan, (x, x8), weights, tuple(t), tuple(y), tuple(refs[:2]), *refs[2:])
@@ -305,7 +309,9 @@ class Kernel:
         s, out, f32 = self.s, [], jnp.float32
         if self.phases[0]:
             out += t_types(s)
-        if self.phases[1]:
+        if self.phases[1] and s.joint:
+            out.append(jax.ShapeDtypeStruct((s.sums, s.d), f32))
+        elif self.phases[1]:
             out.append(jax.ShapeDtypeStruct((s.rows * s.k, s.down.splits, s.d), f32))
             out.append(jax.ShapeDtypeStruct((s.rows, s.down8.splits, s.d), f32))
         for p, items in ((s.up, s.items), (s.up8, s.shared_items)):
@@ -322,7 +328,8 @@ def t_types(s: Shape) -> list[jax.ShapeDtypeStruct]:
 
 @lru_cache(maxsize=64)
 def launcher(s: Shape, phases: tuple[bool, bool], round_gates: bool) -> Callable:
-    """(plan, x, x8, [t, t8,] weights) -> (t, t8) of the up phase alone, else (y, y8).
+    """(plan, x, x8, [t, t8,] weights) -> (t, t8) of the up phase alone, else (y, y8), or both as
+    f32 [``s.sums``, D] if ``s.joint``.
 
     The kernel counts in the plan's last words and leaves them zero.
     """
@@ -353,7 +360,7 @@ def launcher(s: Shape, phases: tuple[bool, bool], round_gates: bool) -> Callable
     def launch(*args):
         *args, w = args
         assert isinstance(w, PackedExperts)
-        results = call(*args, w.up, w.down, w.shared_up, w.shared_down)
-        return results[2:4] if k.fused else results[:2]
+        results = call(*args, w.up, w.down, w.shared_up, w.shared_down)[2 * k.fused :]
+        return results[0] if s.joint else results[:2]
 
     return launch

@@ -1,5 +1,5 @@
-"""What surrounds the decode kernel in XLA: which experts run on which rows, the token images, and
-the combine.
+"""What surrounds the decode kernel, in XLA: which experts run on which rows, the images of tokens,
+and the combine. On a GPU ``decode_arrange`` makes the plan and the images of its inputs.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Plan:
 @dataclass(frozen=True)
 class PlanLayout:
     """Where things lie in the one int32 array the kernel reads: items, expert, pairs, weights
-    (bits), rows, counters.
+    (bits), rows of the shared tiles (-1 where there is none), counters.
     """
 
     items: int
@@ -55,21 +55,11 @@ class PlanLayout:
     def counters(self) -> int:
         return self.rows + self.shared_tokens
 
-    def flatten(self, plan: Plan, rows: int) -> Array:
-        """``plan``, the rows of the shared tiles (-1 past ``rows``) and zeroed counters as int32
-        [n].
-        """
-        row = jnp.arange(self.shared_tokens, dtype=jnp.int32)
-        bits = jax.lax.bitcast_convert_type(plan.weights, jnp.int32)
-        row = jnp.where(row < rows, row, -1)
-        zeros = jnp.zeros(self.counter_count, jnp.int32)
-        return jnp.concatenate([plan.items, plan.expert, plan.pairs, bits, row, zeros])
-
 
 def max_items(rows: int, k: int, experts: int) -> int:
     pairs = rows * k
     if rows <= TILE:
-        return pairs if rows == 1 else min(pairs, experts)
+        return min(pairs, experts)
     return min(pairs, (pairs + (TILE - 1) * min(experts, pairs)) // TILE)
 
 
@@ -81,8 +71,6 @@ def make_plan(ids: Array, weights: Array, experts: int) -> Plan:
     rows, k = ids.shape
     flat = ids.reshape(-1)
     valid = (flat >= 0) & (flat < experts)
-    if rows == 1:
-        return _plan_one(flat, valid, weights.reshape(-1))
     count = max_items(rows, k, experts)
     e = jnp.where(valid, flat, experts)
     p = jnp.arange(rows * k, dtype=jnp.int32)
@@ -101,23 +89,6 @@ def make_plan(ids: Array, weights: Array, experts: int) -> Plan:
     return Plan(jnp.sum(leads, dtype=jnp.int32).reshape(1), expert, pairs, picked)
 
 
-def _plan_one(flat: Array, valid: Array, weights: Array) -> Plan:
-    """One row: its valid slots in order, slot by slot so that all fuses into one kernel."""
-    k = flat.shape[0]
-    item = jnp.arange(k, dtype=jnp.int32)
-    expert, pair, picked, place = item * 0, item * 0 - 1, item * 0.0, jnp.int32(0)
-    for slot in range(k):
-        here = valid[slot] & (item == place)
-        expert = jnp.where(here, flat[slot], expert)
-        pair = jnp.where(here, slot, pair)
-        picked = jnp.where(here, weights[slot], picked)
-        place += valid[slot].astype(jnp.int32)
-    first = jnp.arange(TILE)[None, :] == 0
-    pairs = jnp.where(first, pair[:, None], -1)
-    picked = jnp.where(first, picked[:, None], 0)
-    return Plan(place.reshape(1), expert, pairs.reshape(-1), picked.reshape(-1))
-
-
 def image(x: Array, bk: int) -> Array:
     """bf16 [tiles, T, K] to int32 [tiles * K/bk, bk * T / 128, 64]: unswizzled wgmma core matrices
     (8 tokens x 8).
@@ -132,20 +103,6 @@ def from_image(words: Array, bk: int, tokens: int, k: int) -> Array:
     """The inverse of ``image``: bf16 [tiles, T, K]."""
     x = jax.lax.bitcast_convert_type(words, jnp.bfloat16).reshape(-1, k // 8, tokens // 8, 8, 8)
     return restore(x.transpose(0, 2, 3, 1, 4).reshape(-1, tokens, k), bk)
-
-
-def token_tiles(x: Array, plan: Plan, k: int) -> Array:
-    """Tokens of the routed items: [1, 8, D] for all of them up to eight rows, else [I, 8, D]."""
-    rows = x.shape[0]
-    if rows <= TILE:
-        return jnp.pad(x, ((0, TILE - rows), (0, 0)))[None]
-    pairs = plan.pairs.reshape(-1, TILE)
-    return jnp.where((pairs >= 0)[..., None], x[jnp.maximum(pairs, 0) // k], 0)
-
-
-def shared_tiles(x: Array, tokens: int) -> Array:
-    rows = x.shape[0]
-    return jnp.pad(x, ((0, -rows % tokens), (0, 0))).reshape(-1, tokens, x.shape[1])
 
 
 def round_activations(x: Array) -> Array:

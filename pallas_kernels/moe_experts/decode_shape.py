@@ -99,10 +99,20 @@ class Shape:
     limit: float
     blocks: int  # persistent blocks: the GPU's multiprocessors
     tuning: Tuning
+    joint: bool = False  # whether sums are left in parts, of an item for each slot
+
+    def __post_init__(self):
+        if self.joint and self.rows != 1:
+            raise ValueError(f"{self.rows=} must be 1 for sums in parts")
+
+    @property
+    def few(self) -> bool:
+        """Whether all rows are in one tile of tokens, which every routed item reads."""
+        return self.rows <= dp.TILE
 
     @property
     def items(self) -> int:
-        return dp.max_items(self.rows, self.k, self.experts)
+        return self.k if self.joint else dp.max_items(self.rows, self.k, self.experts)
 
     @property
     def shared_tokens(self) -> int:
@@ -137,6 +147,11 @@ class Shape:
     @property
     def down8(self) -> Part:
         return self.part(down=True, shared=True)
+
+    @property
+    def sums(self) -> int:
+        """K splits of all a row's experts, the shared one last."""
+        return self.k * self.down.splits + self.down8.splits
 
     @property
     def arrivals(self) -> int:

@@ -150,6 +150,20 @@ def _half(
     return out
 
 
+def token_tiles(x: Array, plan: dp.Plan, k: int) -> Array:
+    """Tokens of the routed items: [1, 8, D] for all of them up to eight rows, else [I, 8, D]."""
+    rows = x.shape[0]
+    if rows <= dp.TILE:
+        return jnp.pad(x, ((0, dp.TILE - rows), (0, 0)))[None]
+    pairs = plan.pairs.reshape(-1, dp.TILE)
+    return jnp.where((pairs >= 0)[..., None], x[jnp.maximum(pairs, 0) // k], 0)
+
+
+def shared_tiles(x: Array, tokens: int) -> Array:
+    rows = x.shape[0]
+    return jnp.pad(x, ((0, -rows % tokens), (0, 0))).reshape(-1, tokens, x.shape[1])
+
+
 def moe_experts_decode(
     x: Array,
     ids: Array,
@@ -170,7 +184,7 @@ def moe_experts_decode(
         np.asarray(w).view(np.uint32)
         for w in (packed.up, packed.down, packed.shared_up, packed.shared_down)
     ]
-    image = np.asarray(dp.image(dp.token_tiles(x, plan, k), d4))
+    image = np.asarray(dp.image(token_tiles(x, plan, k), d4))
     picked = np.asarray(plan.weights).reshape(-1, dp.TILE)
     routed = _half(
         words[0], words[1], image, picked[:n], rows <= dp.TILE,
@@ -182,7 +196,7 @@ def moe_experts_decode(
             if pair >= 0:
                 y[pair, 0] = routed[item, lane]
     tokens = min(32, -(-rows // 8) * 8)
-    image = np.asarray(dp.image(dp.shared_tiles(x, tokens), d8))
+    image = np.asarray(dp.image(shared_tiles(x, tokens), d8))
     tiles = -(-rows // tokens)
     shared = _half(
         words[2], words[3], image, np.ones((tiles, tokens)), False,

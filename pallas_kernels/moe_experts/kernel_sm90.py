@@ -1,22 +1,26 @@
 """Kernels of ``moe_experts`` on Hopper, FP4 weights dequantised in registers (ARCHITECTURE section
 8).
 
-Decode: XLA builds a plan (which experts run on which rows) and the token images, one persistent
-launch does both projections of every touched expert and of the shared one (``decode_kernel``), XLA
-sums a row's experts. Prefill: XLA sorts the pairs by expert, one launch gathers the rows, one a
-projection multiplies (``prefill_kernel``); XLA runs the shared expert and sums.
+Decode: one launch makes a plan (which experts run on which rows) and the token images
+(``decode_arrange``), a persistent one does both projections of every touched expert and of the
+shared one (``decode_kernel``), XLA sums a row's experts. Prefill: XLA sorts the pairs by expert,
+one launch gathers the rows, one a projection multiplies (``prefill_kernel``); XLA runs the shared
+expert and sums.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.addends import Addends
 from pallas_kernels.moe_experts import decode_plan as dp
 from pallas_kernels.moe_experts import prefill_kernel as pk
 from pallas_kernels.moe_experts import prefill_plan as pp
 from pallas_kernels.moe_experts import prefill_shape, ref
+from pallas_kernels.moe_experts.decode_arrange import arrange
 from pallas_kernels.moe_experts.decode_kernel import launcher
 from pallas_kernels.moe_experts.decode_shape import Part, Shape, Tuning, tuned
 from pallas_kernels.moe_experts.prefill_shape import Product
@@ -24,6 +28,8 @@ from pallas_kernels.moe_experts.repack import TILE_BLOCKS, PackedExperts
 from pallas_kernels.moe_experts.weights import ExpertWeights
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.quant import dequantized
+
+MOST_PARTS = 24  # that ``mhc_site`` adds
 
 
 def moe_experts_decode(
@@ -54,28 +60,68 @@ def moe_experts_decode(
     activations, gates and expert outputs as the reference does, in two launches. float32 numerics:
     ``ValueError``.
     """
-    rows, d = x.shape
     _check_arguments(x, ids, weights, numerics)
-    if rows == 0:
+    if len(x) == 0:
         return x.astype(out_dtype or jnp.bfloat16)
-    tuning = tuning or tuned(rows, experts, width)
-    s = Shape(rows, ids.shape[1], experts, d, width, limit, blocks, tuning)
-    parts = {"up": s.up, "down": s.down, "shared_up": s.up8, "shared_down": s.down8}
-    _check_weights(packed, experts, parts)
-    plan = dp.make_plan(ids, weights, experts)
+    s = _shape(x, ids, packed, experts, width, limit, blocks, tuning)
     rounded = numerics.round_activations
     if rounded:
         x = dp.round_activations(x)
-    routed_x = dp.image(dp.token_tiles(x, plan, s.k), s.up.chunk.bk)
-    shared_x = dp.shared_tiles(x if shared else jnp.zeros_like(x), s.shared_tokens)
-    shared_x = dp.image(shared_x, s.up8.chunk.bk)
-    args = s.plan.flatten(plan, rows), routed_x, shared_x
+    args = arrange(s, shared)(ids.reshape(-1), weights.reshape(-1), x)
     if rounded:
         t = launcher(s, (True, False), True)(*args, packed)
         y, shared_y = launcher(s, (False, True), True)(*args, *_round_t(s, *t), packed)
     else:
         y, shared_y = launcher(s, (True, True), False)(*args, packed)
     return dp.combine(y, shared_y, ids, experts, rounded).astype(out_dtype or jnp.bfloat16)
+
+
+def decode_addends(
+    x: Array,
+    ids: Array,
+    weights: Array,
+    packed: PackedExperts,
+    *,
+    experts: int,
+    width: int,
+    limit: float,
+    numerics: Numerics,
+    shared: bool = True,
+    blocks: int = 132,
+    tuning: Tuning | None = None,
+) -> Addends | None:
+    """``moe_experts_decode`` of one row as the sums that it adds: the K splits of its experts, slot
+    by slot, then those of the shared one. A slot that reaches no expert adds expert 0 times 0. None
+    where these are more than ``MOST_PARTS``, for other numbers of rows and for numerics that round
+    between sums.
+    """
+    _check_arguments(x, ids, weights, numerics)
+    if len(x) != 1 or numerics.round_activations:
+        return None
+    s = _shape(x, ids, packed, experts, width, limit, blocks, tuning)
+    if s.sums > MOST_PARTS:
+        return None
+    s = replace(s, joint=True)
+    args = arrange(s, shared)(ids.reshape(-1), weights.reshape(-1), x)
+    return Addends(launcher(s, (True, True), False)(*args, packed).reshape(s.sums, *x.shape))
+
+
+def _shape(
+    x: Array,
+    ids: Array,
+    packed: PackedExperts,
+    experts: int,
+    width: int,
+    limit: float,
+    blocks: int,
+    tuning: Tuning | None,
+) -> Shape:
+    (rows, d), k = x.shape, ids.shape[1]
+    tuning = tuning or tuned(rows, experts, width)
+    s = Shape(rows, k, experts, d, width, limit, blocks, tuning)
+    parts = {"up": s.up, "down": s.down, "shared_up": s.up8, "shared_down": s.down8}
+    _check_weights(packed, experts, parts)
+    return s
 
 
 def _check_arguments(x: Array, ids: Array, weights: Array, numerics: Numerics) -> None:

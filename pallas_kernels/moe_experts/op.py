@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.addends import Addends
 from pallas_kernels.dispatch import choose
 from pallas_kernels.moe_experts import ref
 from pallas_kernels.moe_experts.repack import PackedExperts, packed_count
@@ -20,8 +21,8 @@ DECODE_ROWS = 128  # more rows run the prefill kernel
 
 def build(kernels: str) -> Callable:
     """moe_experts(x [R, D], ids int32 [R, k], weights f32 [R, k], experts, shared, *, limit,
-    numerics, out_dtype=None) -> [R, D] of ``out_dtype``, by default ``numerics.dtype``; float32
-    keeps what a sum over ranks would else round twice.
+    numerics, out_dtype=None, parts=False) -> [R, D] of ``out_dtype``, by default
+    ``numerics.dtype``; float32 keeps what a sum over ranks would else round twice.
 
     experts: ``ExpertWeights`` stacked [E, ...] (``Fp4Rows``) or, for the Mosaic kernels, what
     ``repack.pack`` makes of them; shared: one ``ExpertWeights`` (``Fp8Blocks``), of width 0 where
@@ -30,7 +31,9 @@ def build(kernels: str) -> Callable:
     ``numerics.dtype`` (not those of up to 128 rows in serving numerics on Mosaic) and summed in
     float32, the shared expert is added unweighted. An id of -1 reaches no expert; such a row gets
     the shared expert alone. The valid ids of a row must differ. With ``jax_enable_checks`` an id
-    that is neither -1 nor below E raises ``ValueError``.
+    that is neither -1 nor below E raises ``ValueError``. With ``parts`` and no ``out_dtype`` the
+    result may be ``Addends`` f32 [P, R, D] whose sum rounds as the result would, but for the order
+    in which it adds.
 
     ``auto`` on an sm_90 GPU runs packed weights through Mosaic and others through the reference; a
     kind asked for by name raises ``ValueError`` on weights that are not its own.
@@ -48,12 +51,15 @@ def build(kernels: str) -> Callable:
         limit: float,
         numerics: Numerics,
         out_dtype: jnp.dtype | None = None,
-    ) -> Array:
+        parts: bool = False,
+    ) -> Array | Addends:
         packed = isinstance(experts, PackedExperts)
         if jax.config.jax_enable_checks:
             jax.debug.callback(_check_ids, ids, expert_count(experts, x.shape[-1]))
         chosen = _reference if by_weights and not packed else run
         options = {"limit": limit, "numerics": numerics, "out_dtype": out_dtype}
+        if chosen is _mosaic:
+            options["parts"] = parts
         return chosen(x, ids, weights, experts, shared, **options)
 
     return moe_experts
@@ -99,7 +105,8 @@ def _mosaic(
     limit: float,
     numerics: Numerics,
     out_dtype: jnp.dtype | None,
-) -> Array:
+    parts: bool,
+) -> Array | Addends:
     from pallas_kernels.moe_experts import kernel_sm90
 
     if not isinstance(experts, PackedExperts):
@@ -109,6 +116,10 @@ def _mosaic(
         y = kernel_sm90.shared_expert(x, shared, limit=limit, numerics=numerics)
         return y if out_dtype is None else y.astype(out_dtype)
     options = {"experts": count, "width": experts.width, "limit": limit, "numerics": numerics}
+    if parts and out_dtype is None:
+        sums = kernel_sm90.decode_addends(x, ids, weights, experts, shared=present, **options)
+        if sums is not None:
+            return sums
     options["out_dtype"] = out_dtype
     if x.shape[0] <= DECODE_ROWS:
         return kernel_sm90.moe_experts_decode(x, ids, weights, experts, shared=present, **options)

@@ -31,9 +31,10 @@ class Case:
     hidden: int = 5120
     scale: float = 1.5
     bias_rows: bool = False  # one row of bias for each row of x
+    images: bool = False  # rows of images with another bias, and rows that are not live
 
     def __str__(self) -> str:
-        kind = ",bias=rows" if self.bias_rows else ""
+        kind = ",bias=rows" if self.bias_rows else ",bias=images" if self.images else ""
         return f"rows={self.rows},experts={self.experts},top_k={self.top_k}{kind}"
 
 
@@ -52,6 +53,7 @@ CHECKED = (
     *CASES,
     *(Case(rows) for rows in (2, 17, 300)),
     *(Case(rows, bias_rows=True) for rows in (5, 128, 2048)),
+    *(Case(rows, images=True) for rows in (1, 8, 128, 2048)),
     Case(37, experts=256, top_k=8, hidden=512),
 )
 
@@ -177,3 +179,20 @@ def checks(case: Case, seed: int, run: Callable | None = None) -> Iterator[Check
     order = rng.permutation(case.rows)
     mixed = program(take(x, order), weight, take(bias, order) if case.bias_rows else bias)
     yield same("rows in another order", mixed, take(got, order))
+    if case.images:
+        yield from _images(run or build("mosaic"), options, whole, rng)
+
+
+def _images(
+    run: Callable, options: dict, whole: tuple[Array, Array, Array], rng: np.random.Generator
+) -> Iterator[Check]:
+    """Rows of images take the other bias, rows that are not live reach no expert; ``whole`` are
+    operands of exact sums.
+    """
+    x, weight, bias = whole
+    other = jnp.asarray(rng.integers(-2, 3, len(bias)), F32)
+    image, live = (jnp.asarray(rng.random(len(x)) < share) for share in (0.5, 0.8))
+    operands = x, weight, bias, other, image, live
+    want = exact(partial(ref.moe_gate, **options))(*operands)
+    got = Program(partial(run, **options), *operands)(*operands)
+    yield same("ids of images and of rows that are not live", got[0], want[0])

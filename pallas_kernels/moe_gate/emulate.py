@@ -249,13 +249,17 @@ def select_block(
     tile: int = 0,
     split: int = 0,
     noise: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+    flagged: tuple[np.ndarray, ...] = (),
 ) -> None:
-    """One block of a cluster; partials f32 [splits, tile rows, E], banked."""
+    """One block of a cluster; partials f32 [splits, tile rows, E], banked; ``flagged`` are the bias
+    of images and the rows' flags.
+    """
     memory = [np.ascontiguousarray(bias, F32).reshape(-1), out.ids, out.weights, out.passed]
+    memory += [np.zeros(1, F32), *flagged]
     shared = partials.reshape(c.splits, -1).view(U32).copy()
     warps = []
     for warp in range(c.warps):
-        constants = {f"${i + 1}": np.full(32, (i + 1) << 32, np.int64) for i in range(4)}
+        constants = {f"${i}": np.full(32, i << 32, np.int64) for i in (1, 2, 3, 4, 6, 7)}
         constants |= {
             "$0": np.full(32, 4 * split * shared.shape[-1], U32),
             "$5": np.full(32, tile, U32),

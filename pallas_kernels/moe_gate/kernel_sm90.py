@@ -1,5 +1,5 @@
 """Router on Hopper in one launch: logits on the tensor cores, selection behind them (ARCHITECTURE
-section 8, steps 1 to 3).
+section 8, steps 1 to 3). Up to eight rows may take all multiprocessors instead (``spread_ptx``).
 
 A cluster of blocks shares a tile of rows, each block along its part of K. Experts are the M side of
 the products, rows the N side. Products of bf16 are exact in float32, so logits are float32 up to
@@ -22,7 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from pallas_kernels.moe_gate import select_ptx
+from pallas_kernels.moe_gate import select_ptx, spread_kernel
+from pallas_kernels.moe_gate.spread_kernel import row_flags
 
 BK = 64  # columns of a pipeline step: 128 bytes, one swizzle
 GROUP = 128  # experts a warpgroup multiplies
@@ -38,11 +39,14 @@ TUNED = Path(__file__).parents[1] / "tuned" / "nvidia-h200.json"
 
 @dataclass(frozen=True)
 class Tuning:
-    """tile: rows of a cluster, splits: its blocks, which share K."""
+    """tile: rows of a cluster, splits: its blocks, which share K; ``spread``: experts over all
+    blocks instead, for up to eight rows.
+    """
 
     tile: int
     splits: int = 1
     stages: int = 8  # at most; as many as shared memory holds
+    spread: bool = False
 
     def __post_init__(self):
         if self.tile not in (8, 16, 32, 64, 128):
@@ -58,7 +62,7 @@ def tuned(rows: int, experts: int, d: int) -> Tuning:
     """
     entries = [e for e in json.loads(TUNED.read_text())["moe_gate"] if e["experts"] == experts]
     entries.sort(key=lambda e: e["rows"])
-    by_rows = [(e["rows"], Tuning(e["tile"], e["splits"])) for e in entries]
+    by_rows = [(e.pop("rows"), Tuning(**{k: e[k] for k in e if k != "experts"})) for e in entries]
     if not by_rows:
         return Tuning(8)
     best = next((tuning for most, tuning in by_rows if rows <= most), by_rows[-1][1])
@@ -83,18 +87,22 @@ def moe_gate(
     x: Array,
     weight: Array,
     bias: Array,
+    bias_vl: Array | None = None,
+    image: Array | None = None,
+    live: Array | None = None,
     *,
     top_k: int,
     scale: float,
     tuning: Tuning | None = None,
 ) -> tuple[Array, Array]:
     """``op.build``'s contract on an sm_90 GPU: x bf16 [..., D], weight bf16 [E, D] with E of 128,
-    256 or 384 and D a multiple of 64, bias f32 [E] or [..., E], top_k up to 8; else ``ValueError``.
+    256 or 384 and D a multiple of 64, biases float32, top_k up to 8; else ``ValueError``.
 
     A row's result has the same bits whatever the other rows, as long as ``tuning`` is the same.
     Rows of NaN get some ids within range and NaN, and change no other row.
     """
-    ids, weights, _ = counted(x, weight, bias, top_k=top_k, scale=scale, tuning=tuning)
+    options = {"top_k": top_k, "scale": scale, "tuning": tuning}
+    ids, weights, _ = counted(x, weight, bias, bias_vl, image, live, **options)
     return ids, weights
 
 
@@ -102,6 +110,9 @@ def counted(
     x: Array,
     weight: Array,
     bias: Array,
+    bias_vl: Array | None = None,
+    image: Array | None = None,
+    live: Array | None = None,
     *,
     top_k: int,
     scale: float,
@@ -112,21 +123,37 @@ def counted(
         raise ValueError(f"moe_gate: {reason}")
     *lead, d = x.shape
     experts = weight.shape[0]
-    if bias.shape not in ((experts,), (*lead, experts)) or bias.dtype != jnp.float32:
-        raise ValueError(f"{bias.shape=} {bias.dtype=} must be float32 {(*lead, experts)}")
+    _check_biases(lead, experts, bias, bias_vl, image)
     rows = x.size // d
     if rows == 0:
         empty = (*lead, top_k)
         return jnp.zeros(empty, jnp.int32), jnp.zeros(empty), jnp.zeros(lead, jnp.int32)
-    tuning = tuning or tuned(rows, experts, d)
+    tuning, flags = tuning or tuned(rows, experts, d), row_flags(rows, image, live)
+    if tuning.spread:
+        operands = x.reshape(rows, d), weight, bias, bias_vl, flags
+        ids, weights, passed = spread_kernel.moe_gate(*operands, top_k=top_k, scale=scale)
+        return ids.reshape(*lead, top_k), weights.reshape(*lead, top_k), passed.reshape(lead)
     if d // BK % tuning.splits:
         raise ValueError(f"{tuning.splits=} must divide {d // BK} steps of K")
-    s = Shape(rows, d, experts, top_k, scale, bias.ndim > 1, tuning)
+    s = Shape(rows, d, experts, top_k, scale, bias.ndim > 1, tuning, flags is not None)
     x = x.reshape(rows, d)
     if rows > 8 and rows % 8:  # a copy's source has whole groups of 8 rows, or less than one
         x = jnp.pad(x, ((0, -rows % 8), (0, 0)))
-    ids, weights, passed = launcher(s)(x, weight, bias.reshape(-1))
+    bias = bias.reshape(-1)
+    more = () if flags is None else (bias if bias_vl is None else bias_vl, flags)
+    ids, weights, passed = launcher(s)(x, weight, bias, *more)
     return ids.reshape(*lead, top_k), weights.reshape(*lead, top_k), passed.reshape(lead)
+
+
+def _check_biases(
+    lead: list[int], experts: int, bias: Array, bias_vl: Array | None, image: Array | None
+) -> None:
+    if bias.shape not in ((experts,), (*lead, experts)) or bias.dtype != jnp.float32:
+        raise ValueError(f"{bias.shape=} {bias.dtype=} must be float32 {(*lead, experts)}")
+    if (bias_vl is None) != (image is None):
+        raise ValueError("bias_vl and image must come together")
+    if bias_vl is not None and (bias.ndim, bias_vl.shape) != (1, (experts,)):
+        raise ValueError(f"{bias.shape=} and {bias_vl.shape=} must be {(experts,)}")
 
 
 @dataclass(frozen=True)
@@ -140,6 +167,7 @@ class Shape:
     scale: float
     bias_rows: bool
     tuning: Tuning
+    flags: bool = False
 
     @property
     def groups(self) -> int:
@@ -177,6 +205,7 @@ class Shape:
             t.splits,
             4 * self.groups,
             self.bias_rows,
+            self.flags,
         )
 
 
@@ -204,15 +233,17 @@ def make_publish(s: Shape) -> Callable:
 
 
 def make_select(s: Shape) -> Callable:
-    """(ring, bias, ids, weights, passed, tile index): select the rows this block owns."""
-    lines = select_ptx.select(s.select)
-    refs = [RING, *[plgpu.RefType()] * 4]
+    """(ring, bias, ids, weights, passed, tile index, with flags bias of images and flags): select
+    the rows this block owns.
+    """
+    lines, more = select_ptx.select(s.select), 2 * s.flags
+    refs = [RING, *[plgpu.RefType()] * 4, plgpu.Layout.WG_SPLAT, *[plgpu.RefType()] * more]
 
-    @plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT), return_type=())
-    def select(ctx, ring, *args):
-        *gmem, tile = args
-        operands = [_address(ring, 32), *map(_address, gmem), tile.registers.item()]
-        _asm(lines, operands, "r,l,l,l,l,r")
+    @plgpu.inline_mgpu(arg_types=tuple(refs), return_type=())
+    def select(ctx, ring, bias, ids, weights, passed, tile, *flagged):
+        gmem = [_address(ref) for ref in (bias, ids, weights, passed)]
+        operands = [_address(ring, 32), *gmem, tile.registers.item(), *map(_address, flagged)]
+        _asm(lines, operands, "r,l,l,l,l,r" + ",l" * more)
 
     return select
 
@@ -284,7 +315,8 @@ class Kernel:
         acc = pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((GROUP, s.tuning.tile), jnp.float32))
         self.publish(acc, ring)
 
-    def body(self, x, weight, bias, ids, weights, passed, ring, full, empty) -> None:
+    def body(self, x, weight, bias, *refs) -> None:
+        *flagged, ids, weights, passed, ring, full, empty = refs
         s, wg = self.s, lax.axis_index("wg")
         tile = lax.axis_index("tile")
 
@@ -302,12 +334,14 @@ class Kernel:
             if s.groups > 1:
                 plgpu.set_max_registers(160, action="increase")
             self.multiply(ring, full, empty, wg)
-            self.select(ring, bias, ids, weights, passed, tile)
+            self.select(ring, bias, ids, weights, passed, tile, *flagged)
 
 
 @lru_cache(maxsize=64)
 def launcher(s: Shape) -> Callable:
-    """(x [R, D], weight [E, D], bias [E] or [R * E]) -> ids, weights [R * k] and candidates [R]."""
+    """(x [R, D], weight [E, D], bias [E] or [R * E], with flags bias of images and flags) -> ids,
+    weights [R * k] and candidates [R].
+    """
     k = Kernel(s)
 
     def moe_gate(*refs):

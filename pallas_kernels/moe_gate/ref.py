@@ -19,9 +19,20 @@ def sqrt_softplus(logits: Array) -> Array:
 
 
 def moe_gate(
-    x: Array, weight: Array, bias: Array, *, top_k: int, scale: float
+    x: Array,
+    weight: Array,
+    bias: Array,
+    bias_vl: Array | None = None,
+    image: Array | None = None,
+    live: Array | None = None,
+    *,
+    top_k: int,
+    scale: float,
 ) -> tuple[Array, Array]:
     s = scores(x, weight)
+    if image is not None:
+        bias = jnp.where(image[..., None], bias_vl, bias)
     ids = jax.lax.top_k(s + bias, top_k)[1]
     picked = jnp.take_along_axis(s, ids, axis=-1)
-    return ids, picked / (jnp.sum(picked, axis=-1, keepdims=True) + 1e-20) * scale
+    weights = picked / (jnp.sum(picked, axis=-1, keepdims=True) + 1e-20) * scale
+    return ids if live is None else jnp.where(live[..., None], ids, -1), weights

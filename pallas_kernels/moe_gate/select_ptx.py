@@ -18,6 +18,16 @@ MARGIN = 2.0**-16
 
 
 @dataclass(frozen=True)
+class Staged:
+    """Where biases [n, E] lie in shared memory, and a word a row: twice its bias, and 1 if the row
+    lives.
+    """
+
+    bias_at: int
+    rows_at: int
+
+
+@dataclass(frozen=True)
 class Select:
     """What is static about the selection of a block's rows."""
 
@@ -29,6 +39,8 @@ class Select:
     splits: int  # blocks of a cluster with partial sums of the same rows
     warps: int
     bias_rows: bool  # one bias a row, not one for all
+    flags: bool = False  # whether rows come with flags: 1 image, 2 live
+    staged: Staged | None = None  # biases that lie in shared memory instead
 
     @property
     def slots(self) -> int:
@@ -144,7 +156,7 @@ def _add_splits(c: Select) -> list[str]:
         "ADDED: }",
         # What was read of others is stored by now, so they may end; nothing is released to them.
         "barrier.cluster.arrive.relaxed.aligned;",
-        f"bar.sync {BARRIER}, {c.experts};",
+        f"bar.sync {BARRIER}, {LANES * c.warps};",
     ]
 
 
@@ -245,9 +257,34 @@ def _row(c: Select) -> list[str]:
         f"mad.lo.u32 grow, $5, {c.tile}, at; setp.ge.or.u32 done, grow, {c.rows}, done;",
         "bfe.u32 swz, at, 1, 2; shl.b32 swz, swz, 3; xor.b32 swz, swz, lane;",
         f"mad.lo.u32 row, at, {4 * c.experts}, $0; mad.lo.u32 at, swz, 4, row;",
-        f"mul.wide.u32 d1, grow, {4 * c.experts if c.bias_rows else 0}; add.s64 d1, d1, $1;",
+        *(_biases(c) if c.staged is None else _staged(c, c.staged)),
+    ]
+
+
+def _biases(c: Select) -> list[str]:
+    lines = ["mov.b64 d0, $1;"]
+    if c.flags:
+        lines = [
+            "mul.wide.u32 d0, grow, 4; add.s64 d0, d0, $7; mov.b32 alive, 0;",
+            "@!done ld.global.nc.b32 alive, [d0]; and.b32 t0, alive, 1; setp.eq.u32 p, t0, 0;",
+            "selp.b64 d0, $1, $6, p; bfe.u32 alive, alive, 1, 1;",
+        ]
+    return [
+        *lines,
+        f"mul.wide.u32 d1, grow, {4 * c.experts if c.bias_rows else 0}; add.s64 d1, d1, d0;",
         "mul.wide.u32 d0, lane, 4; add.s64 d0, d0, d1;",
         *[f"@!done ld.global.f32 b{i}, [d0+{128 * i}];" for i in range(c.slots)],
+    ]
+
+
+def _staged(c: Select, s: Staged) -> list[str]:
+    """Biases and ``alive`` of row ``grow``."""
+    return [
+        "shl.b32 t0, grow, 2; add.u32 t0, t0, $0; mov.b32 alive, 0;",
+        f"@!done ld.shared.b32 alive, [t0+{s.rows_at}];",
+        f"shr.u32 t1, alive, 1; mad.lo.u32 t1, t1, {4 * c.experts}, $0; shl.b32 t0, lane, 2;",
+        "add.u32 t1, t1, t0;",
+        *[f"@!done ld.shared.f32 b{i}, [t1+{s.bias_at + 128 * i}];" for i in range(c.slots)],
     ]
 
 
@@ -269,17 +306,21 @@ def _store(c: Select) -> list[str]:
         f"add.f32 sum, sum, {f32(1e-20)}; div.rn.f32 f0, ms, sum; mul.f32 f0, f0, {f32(c.scale)};",
         f"mad.lo.u32 t0, grow, {c.top_k}, lane; mul.wide.u32 d0, t0, 4; add.s64 d1, d0, $3;",
         f"add.s64 d0, d0, $2; setp.lt.u32 p, lane, {c.top_k};",
+        "and.b32 t0, alive, 1; sub.u32 t0, t0, 1; or.b32 mi, mi, t0;"
+        if c.staged or c.flags
+        else "",
         "@p st.global.b32 [d0], mi; @p st.global.f32 [d1], f0;",
     ]
 
 
 def select(c: Select) -> list[str]:
     """Operands: $0 shared memory, global $1 bias, $2 ids, $3 weights, $4 candidates, $5 the
-    block's tile of rows. Begins with a barrier behind ``publish``; where splits are several, ends
-    with another, after which no block reads another's memory.
+    block's tile of rows, with flags global $6 bias of images and $7 flags. Begins with a barrier
+    behind ``publish``; where splits are several, ends with another, after which no block reads
+    another's memory.
     """
     n = c.slots
-    registers = "tid, lane, mine, r, row, at, swz, below, grow, best, top, thr, n, id, mi"
+    registers = "tid, lane, mine, r, row, at, swz, below, grow, best, top, thr, n, id, mi, alive"
     lines = [
         f".reg .b32 {registers}, t<4>, k<{n}>; .reg .f32 l<{n}>, b<{n}>, s<{n}>, f<4>;",
         ".reg .f32 ms, sum; .reg .b64 d<2>; .reg .pred p, live, done;",
@@ -289,7 +330,9 @@ def select(c: Select) -> list[str]:
     if c.splits > 1:
         lines.append(f"mov.u32 mine, %cluster_ctarank; mul.lo.u32 mine, mine, {c.own};")
     sync = (
-        [CLUSTER_SYNC, *_add_splits(c)] if c.splits > 1 else [f"bar.sync {BARRIER}, {c.experts};"]
+        [CLUSTER_SYNC, *_add_splits(c)]
+        if c.splits > 1
+        else [f"bar.sync {BARRIER}, {LANES * c.warps};"]
     )
     # Biases come while others finish, unless the accumulators of many rows still fill registers.
     lines += [*_row(c), *sync, "bra ROW;"] if c.tile <= 32 else sync

@@ -47,9 +47,9 @@ class Choices:
         )
 
     def _route(
-        self, gate: Callable, x: Array, weight: Array, bias: Array, *, top_k: int, scale: float
+        self, gate: Callable, *operands: Array | None, top_k: int, scale: float
     ) -> tuple[Array, Array]:
-        ids, weights = gate(x, weight, bias, top_k=top_k, scale=scale)
+        ids, weights = gate(*operands, top_k=top_k, scale=scale)
         other = self._noted("moe_gate", (ids, weights))
         if other is None:
             return ids, weights

@@ -2,7 +2,7 @@
 
 A random router's choice depends on hidden states that mean nothing: rows that look alike would all
 reach the same few experts. So the router runs, and its weights are used, but the ids that reach the
-experts come from a table that waits for the router's own.
+experts come from a table. What depends on ids alone can run before the router does.
 
 balanced: every expert equally often. random: uniform, a row's experts differ. zipf: as random, but
 the expert of popularity i is drawn with weight (i + 1)^-1.25, popularity shuffled by table.
@@ -78,11 +78,20 @@ class _Routed:
     calls: int = 0
 
     def __call__(
-        self, x: Array, weight: Array, *biases: Array, top_k: int, scale: float
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array,
+        bias_vl: Array | None = None,
+        image: Array | None = None,
+        live: Array | None = None,
+        *,
+        top_k: int,
+        scale: float,
     ) -> tuple[Array, Array]:
-        ids, weights = self.gate(x, weight, *biases, top_k=top_k, scale=scale)
+        operands = x, weight, bias, bias_vl, image, live
+        ids, weights = self.gate(*operands, top_k=top_k, scale=scale)
         every = self.tables[_kind(weight.shape[0], top_k)]
-        every, ids = jax.lax.optimization_barrier((every, ids))
         one, self.calls = every[self.calls % every.shape[0]], self.calls + 1
         rows = ids.size // top_k
         if rows > ROWS:
@@ -90,4 +99,5 @@ class _Routed:
         start = 0
         if self.placement.division.ways("batch") > 1:
             start = rank_of((DATA,)) * rows % one.shape[0]
-        return jax.lax.dynamic_slice_in_dim(one, start, rows).reshape(ids.shape), weights
+        one = jax.lax.dynamic_slice_in_dim(one, start, rows).reshape(ids.shape)
+        return one if live is None else jnp.where(live[..., None], one, -1), weights

@@ -12,9 +12,10 @@ from flax import nnx
 from dsv41_jax import moe
 from dsv41_jax.config import Config
 from pallas_kernels import dispatch
-from pallas_kernels.moe_experts import cases, kernel_sm90, op, repack
+from pallas_kernels.addends import Addends
+from pallas_kernels.moe_experts import cases, kernel_sm90, op, ref, repack
 from pallas_kernels.moe_experts.weights import ExpertWeights
-from pallas_kernels.numerics import FLOAT32, SERVING
+from pallas_kernels.numerics import FLOAT32, REFERENCE, SERVING
 
 PREFILL = kernel_sm90.moe_experts_prefill
 LIMIT = 2.0
@@ -118,6 +119,57 @@ def test_rows_choose_the_kernel(rows, name, monkeypatch):
         assert [options["shared"] for _, options in calls] == [True, False]
     if name != "shared_expert":
         assert all((o["experts"], o["width"]) == (2, 256) for _, o in calls)
+
+
+def test_only_one_row_in_serving_numerics_is_left_in_parts(monkeypatch):
+    _, _, _, routed, shared = _small()
+    packed, launched = repack.pack(routed, shared), []
+
+    def launcher(s, phases, rounded):
+        launched.append(s)
+        return lambda *_: jnp.arange(s.sums * s.d, dtype=jnp.float32).reshape(s.sums, s.d)
+
+    monkeypatch.setattr(kernel_sm90, "launcher", launcher)
+    monkeypatch.setattr(kernel_sm90, "arrange", lambda s, shared: lambda *_: (s, shared))
+    monkeypatch.setattr(kernel_sm90, "moe_experts_decode", lambda *_, **options: options)
+    monkeypatch.setattr(dispatch, "on_hopper", lambda: True)
+    run = partial(op.build("auto"), limit=LIMIT)
+
+    def leaves_parts(rows: int, numerics=SERVING, **options) -> bool:
+        x = jnp.ones((rows, 256), jnp.bfloat16)
+        options |= {"limit": LIMIT, "numerics": numerics}
+        return isinstance(run(x, *_routing(rows), packed, shared, **options), Addends)
+
+    assert leaves_parts(1, parts=True)
+    (s,) = launched
+    assert s.joint and s.sums == 2 * s.down.splits + s.down8.splits
+    assert not leaves_parts(1) and not leaves_parts(2, parts=True)
+    assert not leaves_parts(1, REFERENCE, parts=True)
+    assert not leaves_parts(1, parts=True, out_dtype=jnp.float32)
+    monkeypatch.setattr(kernel_sm90, "MOST_PARTS", s.sums - 1)
+    assert not leaves_parts(1, parts=True)
+    with pytest.raises(ValueError, match=r"self.rows=2 must be 1 for sums in parts"):
+        dataclasses.replace(s, rows=2)
+    x = jnp.ones((1, 256), jnp.bfloat16)
+    y = op.build("reference")(
+        x, *_routing(1), routed, shared, limit=LIMIT, numerics=SERVING, parts=True
+    )
+    assert isinstance(y, jax.Array)
+
+
+def test_checks_of_parts_add_them_up():
+    x, ids, weights, routed, shared = _small()
+    x, ids, weights = x[:1], jnp.asarray(ids[:1]), jnp.asarray(weights[:1])
+    packed = repack.pack(routed, shared)
+
+    def run(share, x, ids, weights, packed, shared, *, parts, **options):
+        y = ref.moe_experts(x, ids, weights, routed, shared, out_dtype=jnp.float32, **options)
+        return Addends(jnp.stack([0.75 * y, share * y]))
+
+    for share in (0.25, 0.5):
+        op_of = partial(run, share)
+        found = cases.in_parts(op_of, x, weights, {"ids": ids}, packed, shared, routed)
+        assert [one.ok for one in found] == [share == 0.25]
 
 
 def test_a_models_experts_are_repacked_without_loss():

@@ -117,3 +117,12 @@ def test_each_row_takes_its_own_bias():
     plain_ids, plain = gate_of_logits(logits, text_bias, top_k=1)
     assert np.array_equal(ids[~image], plain_ids[~image])
     assert np.array_equal(weights[~image], plain[~image])
+
+
+def test_images_take_the_other_bias_and_rows_that_do_not_live_no_expert():
+    logits, bias, other = np.zeros((3, 4)), np.float32([1, 0, 0, 0]), np.float32([0, 0, 2, 1])
+    image, live = jnp.asarray([False, True, True]), jnp.asarray([True, True, False])
+    operands = jnp.asarray(logits, jnp.float32), jnp.eye(4), bias, other, image, live
+    ids, weights = moe_gate(*operands, top_k=2, scale=1.0)
+    assert np.array_equal(ids, [[0, 1], [2, 3], [-1, -1]])
+    assert np.allclose(weights[:2], 0.5)

@@ -12,8 +12,8 @@ from tests.tolerances import F32_REL
 F32 = np.float32
 
 
-def plan(rows, tile, splits, *, experts=384, top_k=6, bias_rows=False):
-    shape = Shape(rows, 256, experts, top_k, 1.5, bias_rows, Tuning(tile, splits))
+def plan(rows, tile, splits, *, experts=384, top_k=6, bias_rows=False, flags=False):
+    shape = Shape(rows, 256, experts, top_k, 1.5, bias_rows, Tuning(tile, splits), flags)
     return shape.select
 
 
@@ -136,6 +136,19 @@ def test_bias_selects_and_does_not_weigh(rng):
     assert np.allclose(weights, want, rtol=4 * F32_REL, atol=0)
 
 
+@pytest.mark.parametrize("tile", [16, 64])
+def test_images_take_the_other_bias_and_rows_that_do_not_live_no_expert(tile, rng):
+    c = plan(13, tile, 1, flags=True)
+    logits = rng.standard_normal((13, 384)).astype(F32)
+    bias, other = rng.standard_normal((2, 384)).astype(F32)
+    image, live = rng.random(13) < 0.5, rng.random(13) < 0.7
+    flags = (image + 2 * live).astype(np.int32)
+    ids, weights, _ = selected(c, logits, bias, flagged=(other, flags))
+    want_ids, want = oracle(logits, np.where(image[:, None], other, bias), 6)
+    assert np.array_equal(ids, np.where(live[:, None], want_ids, -1))
+    assert np.allclose(weights, want, rtol=4 * F32_REL, atol=0)
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 def test_rows_of_nan_and_neighbours_change_no_other_row(splits, rng):
     rows = 13
@@ -211,7 +224,8 @@ def test_every_case_has_a_tuning_that_fits():
         held = 2 * kernel_sm90.BK * s.stages * s.stage_rows
         assert 4 * tuning.tile * case.experts <= held <= kernel_sm90.SMEM_BYTES
         assert s.steps * tuning.splits * kernel_sm90.BK == case.hidden
-    assert kernel_sm90.tuned(1, 384, 5120).splits > kernel_sm90.tuned(1, 384, 256).splits == 4
+    assert kernel_sm90.tuned(9, 384, 5120).splits > kernel_sm90.tuned(9, 384, 256).splits == 4
+    assert kernel_sm90.tuned(8, 384, 5120).spread and not kernel_sm90.tuned(9, 384, 5120).spread
 
 
 def test_the_kernel_by_name_or_where_it_fits(monkeypatch, rng):

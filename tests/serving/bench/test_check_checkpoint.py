@@ -40,8 +40,8 @@ def test_a_wrong_operation_is_found(models, monkeypatch):
     check, right = Check(models, ("draft=2*1@40",), 1), build_ops("tp1", SERVING, "reference")
     (case,) = check.cases
 
-    def gate(x, weight, bias, *, top_k, scale):
-        return right.moe_gate(x, -weight, bias, top_k=top_k, scale=scale)
+    def gate(x, weight, *others, top_k, scale):
+        return right.moe_gate(x, -weight, *others, top_k=top_k, scale=scale)
 
     def project(o, *weights, **options):
         return right.output_projection(-o, *weights, **options)

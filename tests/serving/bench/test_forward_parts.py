@@ -109,7 +109,7 @@ def test_routings_differ_as_they_say():
 def test_the_router_runs_but_the_table_decides():
     calls = []
 
-    def gate(x, weight, bias, *, top_k, scale):
+    def gate(x, *operands, top_k, scale):
         calls.append(top_k)
         return jnp.zeros((*x.shape[:-1], top_k), jnp.int32), jnp.full((*x.shape[:-1], top_k), scale)
 
@@ -124,6 +124,10 @@ def test_the_router_runs_but_the_table_decides():
     draft, _ = ops.moe_gate(x, jnp.ones((4, 256)), jnp.ones(4), top_k=3, scale=1.0)
     assert (np.asarray(draft) == table("random", 4, 3, 1)[:6].reshape(2, 3, 3)).all()
     assert calls == [2, 2, 2, 3]
+    live = jnp.array([[True, False, True]] * 2)
+    operands = x, jnp.ones((8, 256)), jnp.ones(8), None, None, live
+    ids, _ = ops.moe_gate(*operands, top_k=2, scale=1.5)
+    assert (np.asarray(ids[:, 1]) == -1).all() and (np.asarray(ids[:, [0, 2]]) >= 0).all()
 
 
 def test_every_position_of_a_filled_cache_holds_something():
