@@ -1,6 +1,7 @@
 """Attention of the four layer kinds: window, full, reindex, reuse (ARCHITECTURE section 4)."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from dsv41_jax.layer_plan import LayerPlan
 from dsv41_jax.ops import Ops
 from dsv41_jax.rope import Angles, angles
 from dsv41_jax.rows import Rows
-from dsv41_jax.weights import Norm, Weight, fp32_param
+from dsv41_jax.weights import Norm, Weight, fp8_codes, fp32_param
 from pallas_kernels.addends import Addends
 from pallas_kernels.compress.store import Chunk, Keys, Latents, Paged, Window
 from pallas_kernels.numerics import Numerics
@@ -140,7 +141,9 @@ class Attention(Projections):
                 )
             assert selection is not None
             latents, entries = pool.latents, selection.entries
-        attend = ops.sparse_attention if self._long(rows, cache) else ops.ring_attention
+        attend = ops.sparse_attention
+        if not self._long(rows, cache):
+            attend = partial(ops.ring_attention, ahead=fp8_codes(self.wo_a, self.wo_b))
         o = attend(
             q,
             at.cos,

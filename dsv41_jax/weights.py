@@ -11,7 +11,7 @@ from jax import Array
 
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.numerics import Numerics
-from pallas_kernels.quant import Packed
+from pallas_kernels.quant import Fp8Blocks, Packed
 
 
 class Weight(nnx.Module):
@@ -35,6 +35,11 @@ class Weight(nnx.Module):
     def __call__(self) -> Any:
         """The value: a plain array or the packed dataclass."""
         return self.weight.get_value()
+
+
+def fp8_codes(*weights: Weight) -> tuple[Array, ...]:
+    """The codes of those that are held as released in FP8, for a launch to ask for ahead."""
+    return tuple(w.codes for weight in weights if isinstance(w := weight(), Fp8Blocks))
 
 
 class Norm(nnx.Module):

@@ -7,6 +7,7 @@ A maximum moves only when scores exceed it by more than 2^8: a rescaling is rare
 
 import math
 
+from pallas_kernels.ahead import ask
 from pallas_kernels.inline_ptx import f32
 from pallas_kernels.sparse_attention.attend_shape import (
     BARRIER_ALL,
@@ -24,7 +25,14 @@ from pallas_kernels.sparse_attention.attend_shape import (
     WIDTH,
     Attend,
 )
-from pallas_kernels.sparse_attention.merge_ptx import MEET, merge, place_outputs, rotate
+from pallas_kernels.sparse_attention.merge_ptx import (
+    ARRIVE,
+    MEET,
+    WAIT,
+    merge,
+    place_outputs,
+    rotate,
+)
 from pallas_kernels.sparse_attention.rows_ptx import divide, first_tile, look_up, places, produce
 from pallas_kernels.sparse_attention.rows_ptx import registers as row_registers
 
@@ -34,13 +42,23 @@ LOG2E = math.log2(math.e)
 HIGH = 0x40000040  # descriptor: 128-byte swizzle, blocks of eight rows 1024 bytes apart
 
 
+def arrays(s: Attend) -> tuple[str, ...]:
+    """The GMEM operands: NAMES, in front of the output those to ask for."""
+    return (*NAMES[:-1], *_asked(s), NAMES[-1])
+
+
+def _asked(s: Attend) -> list[str]:
+    return [f"ahead{i}" for i in range(len(s.ahead))]
+
+
 def program(s: Attend) -> list[str]:
-    """Operands: NAMES (GMEM), SMEM bytes, query row times groups + group, split."""
+    """Operands: ``arrays`` (GMEM), SMEM bytes, query row times groups + group, split."""
+    names = arrays(s)
     lines = [
         *_registers(s),
-        *[f"mov.b64 {name}, ${i};" for i, name in enumerate(NAMES)],
-        f"mov.b32 sm, ${len(NAMES)}; mov.b32 row, ${len(NAMES) + 1};",
-        f"mov.b32 split, ${len(NAMES) + 2}; mov.u32 tid, %tid.x; shr.u32 wg, tid, 7;",
+        *[f"mov.b64 {name}, ${i};" for i, name in enumerate(names)],
+        f"mov.b32 sm, ${len(names)}; mov.b32 row, ${len(names) + 1};",
+        f"mov.b32 split, ${len(names) + 2}; mov.u32 tid, %tid.x; shr.u32 wg, tid, 7;",
         divide("query", "row", s.groups),
         divide("request", "query", s.per_request),
         "setp.ne.u32 p, tid, 0; @p bra READY;",
@@ -67,7 +85,7 @@ def program(s: Attend) -> list[str]:
         *merge(s),
         f"PRODUCE: setmaxnreg.dec.sync.aligned.u32 {PRODUCING_REGISTERS};",
         *(produce(s) if s.tiles > 1 else []),
-        *([MEET, MEET] if s.splits > 1 else []),
+        *([ARRIVE, *_ask(s), WAIT, MEET] if s.splits > 1 else []),
         "DONE:",
     ]
     return [line for text in lines for line in text.strip().splitlines() if line]
@@ -95,6 +113,22 @@ def _ahead(s: Attend) -> list[str]:
     return lines
 
 
+def _ask(s: Attend) -> list[str]:
+    """Ask for what the next launch reads. The producers do it when all rows of their block are in
+    shared memory, so that no load of theirs queues behind it, and between arriving at the meeting
+    of the cluster and waiting for it, so that no consumer waits for them.
+    """
+    if not s.ahead:
+        return []
+    blocks = s.grid * s.splits
+    return [
+        f"mov.u32 a, %tid.x; sub.u32 a, a, {CONSUMERS}; mad.lo.u32 b, row, {s.splits}, split;",
+        # Next to each other in different blocks: few pieces are spread over all of them.
+        f"mad.lo.u32 a, a, {blocks}, b;",
+        *ask(s.ahead, _asked(s), "a", blocks * PRODUCERS, "c", "q64", "p"),
+    ]
+
+
 def thread() -> list[str]:
     """Indices that are cheaper to make again than to keep in registers over the loop."""
     return [
@@ -105,7 +139,7 @@ def thread() -> list[str]:
 
 def _registers(s: Attend) -> list[str]:
     return [
-        f".reg .b64 {','.join(NAMES)},q64,da,db,src;",
+        f".reg .b64 {','.join(arrays(s))},q64,da,db,src;",
         ".reg .b32 sm,row,query,split,tid,wg,lane,warp,request,a,b,c,d,x<4>,w<4>;",
         ".reg .pred p,leader,yes,no,more,turns,free;",
         f".reg .b32 o<{WIDTH // 4}>,s<{s.tile // 2}>,f<{s.tile // 4}>,alpha0,alpha1,new0,new1;",

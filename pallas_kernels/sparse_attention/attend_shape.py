@@ -26,7 +26,8 @@ class Attend:
     """``rows`` query rows, ``per_request`` of a request, over lists of ``window`` + ``selected``
     slots. A cluster of ``splits`` blocks shares a row's list, each for all ``heads``; ``groups``
     clusters have so many heads each. ``tile`` slots are multiplied at a time. ring: rows of each of
-    ``owners`` rings that hold the window, 0 for rows of the request.
+    ``owners`` rings that hold the window, 0 for rows of the request. ahead: pieces of each further
+    array to ask into L2 (``pallas_kernels.ahead``).
     """
 
     rows: int
@@ -42,6 +43,7 @@ class Attend:
     ring: int = 0
     owners: int = 0
     groups: int = 1
+    ahead: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.heads not in (8, 16, 32, 64):
@@ -54,6 +56,8 @@ class Attend:
             raise ValueError(f"{self.ring=} must be at least {self.window_rows=}")
         if self.tile not in TILES:
             raise ValueError(f"{self.tile=} must be one of {TILES}")
+        if self.ahead and self.splits == 1:
+            raise ValueError(f"{self.ahead=} must be empty where {self.splits=}")
 
     @property
     def grid(self) -> int:

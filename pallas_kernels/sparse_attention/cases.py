@@ -322,6 +322,13 @@ def checks(
         stored = _in_rings(case, arguments)
         from_rings = Program(partial(ring, **options), *stored)(*stored)
         yield same("window rows in rings", from_rings, got)
+        weights = [jnp.zeros(size, jnp.uint8) for size in (3 << 20, 30 << 20)]
+
+        def asking(ahead: list[Array], *arguments: object) -> Array:
+            return ring(*arguments, **options, ahead=ahead)
+
+        asked = Program(asking, weights, *stored)(weights, *stored)
+        yield same("weights asked for ahead", asked, got)
     for name, word in WORDS.items():
         poisoned = program(*_poisoned(case, arguments, word))
         yield same(f"what is not seen is {name}", poisoned, got)

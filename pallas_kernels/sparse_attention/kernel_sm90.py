@@ -2,7 +2,7 @@
 query row (ARCHITECTURE 4.5).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -12,10 +12,11 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import inline_ptx
+from pallas_kernels.ahead import pieces
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.quant.storage import LatentRows, StoredRows, WindowRows
 from pallas_kernels.sparse_attention import seesaw_ptx
-from pallas_kernels.sparse_attention.attend_ptx import NAMES, program
+from pallas_kernels.sparse_attention.attend_ptx import arrays, program
 from pallas_kernels.sparse_attention.attend_shape import (
     ROPE,
     THREADS,
@@ -34,9 +35,9 @@ SHARED = ((1, 16, 4), (3, 16, 2), (7, 8, 2), (15, 8, 1), (30, 4, 1), (64, 2, 1))
 
 @lru_cache(maxsize=64)
 def launcher(s: Attend) -> Callable:
-    """The inputs in the order of ``NAMES``, queries [R * groups, heads, 512], to bf16 as those."""
+    """The inputs in the order of ``arrays``, queries [R * groups, heads, 512], to bf16 as those."""
     lines = seesaw_ptx.program(s) if isinstance(s, Seesaw) else program(s)
-    body = inline_ptx.block(lines, gmem=len(NAMES), smem=1, scalars=2)
+    body = inline_ptx.block(lines, gmem=len(arrays(s)), smem=1, scalars=2)
 
     def sparse_attention(*refs):
         body(*refs, lax.axis_index("row"), lax.axis_index("split"))
@@ -129,15 +130,17 @@ def ring_attention(
     *,
     window_size: int,
     numerics: Numerics,
+    ahead: Sequence[Array] = (),
 ) -> Array:
     """``sparse_attention`` with its window read where it is stored, the query rows' own included.
 
     ring: rows [S, size] at position % size, tags int32 [S, size] their positions, slot int32 [B]
     the ring of each request, one outside 0 .. S - 1 has no window. size >= window_size - 1 + T.
+    ahead: where several blocks share a list, they ask for ``ahead.pieces`` of these into L2.
     """
     return _launch(
         q, cos, sin, ring, tags, position, floor, slot, pool, page_table, selected, sink,
-        window_size, numerics, ring=True,
+        window_size, numerics, ring=True, ahead=ahead,
     )  # fmt: skip
 
 
@@ -145,7 +148,7 @@ def _launch(
     q: Array, cos: Array, sin: Array, window: StoredRows, written: Array, position: Array,
     floor: Array, owners: Array, pool: StoredRows | None, page_table: Array,
     selected: Array | None, sink: Array, window_size: int, numerics: Numerics, *,
-    ring: bool = False,
+    ring: bool = False, ahead: Sequence[Array] = (),
 ) -> Array:  # fmt: skip
     if fault := supports(q, window, pool, window_size, numerics):
         raise ValueError(f"sparse_attention: {fault}")
@@ -163,6 +166,8 @@ def _launch(
         latents, pages, count = pool.words, page_table.shape[1], selected.shape[-1]
         (pool_pages, page), chosen = latents.shape[:2], selected
     splits, groups = shared(b * t, window_size + count, heads)
+    counts = zip(ahead, pieces("ring_attention", ahead), strict=True)
+    asked = [(array, n) for array, n in counts if n and splits > 1]
     s = Attend(
         b * t,
         t,
@@ -174,6 +179,7 @@ def _launch(
         pool_pages,
         splits,
         groups=groups,
+        ahead=tuple(n for _, n in asked),
     ).in_tiles()
     if not s.fits:
         raise ValueError(f"sparse_attention: {window_size=} + {count=} must fit shared memory")
@@ -192,5 +198,6 @@ def _launch(
         page_table.astype(jnp.int32),
         chosen.astype(jnp.int32),
         sink.astype(jnp.float32),
+        *[array for array, _ in asked],
     )
     return out.reshape(q.shape)

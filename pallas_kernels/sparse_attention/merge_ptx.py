@@ -17,7 +17,9 @@ from pallas_kernels.sparse_attention.attend_shape import (
 
 # All threads of a cluster meet; after SHOW they see what the others stored in shared memory before.
 SHOW = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
-MEET = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;"
+ARRIVE = "barrier.cluster.arrive.relaxed.aligned;"
+WAIT = "barrier.cluster.wait.acquire.aligned;"
+MEET = f"{ARRIVE} {WAIT}"
 
 
 def rotate(word: str, j: int, *, inverse: bool) -> list[str]:

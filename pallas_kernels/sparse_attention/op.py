@@ -32,11 +32,13 @@ def build(kernels: str) -> Callable:
 
 def build_ring(kernels: str) -> Callable:
     """ring_attention(q, cos, sin, ring, tags, slot, position, floor, pool, page_table, selected,
-    sink, *, window_size, numerics) -> [B, T, H, K] in ``numerics.dtype``.
+    sink, *, window_size, numerics, ahead=()) -> [B, T, H, K] in ``numerics.dtype``.
 
     ``sparse_attention`` with its window read where it is stored, the query rows' own included.
     ring: ``StoredRows`` [S, size] at position % size, tags int32 [S, size] their positions, slot
-    int32 [B] the ring of each request; size >= W - 1 + T. Kernels as above.
+    int32 [B] the ring of each request; size >= W - 1 + T. ahead: arrays that the next operation
+    reads, of any shapes and dtypes; a kernel may bring some of them into L2, no result depends on
+    them. Kernels as above.
     """
     chosen = _ring_where_fit if kernels == "auto" else _ring
     kinds = {"reference": ref.ring_attention, "mosaic": chosen}
@@ -76,13 +78,15 @@ def _where_fit(
 
 
 def _ring_where_fit(
-    q, cos, sin, ring, tags, slot, position, floor, pool, page_table, selected, sink, **options
-) -> Array:
+    q, cos, sin, ring, tags, slot, position, floor, pool, page_table, selected, sink, *, ahead=(),
+    **options,
+) -> Array:  # fmt: skip
     fit = _fits(q, cos, ring, pool, **options)
     run = _ring if fit else ref.ring_attention
     return run(
-        q, cos, sin, ring, tags, slot, position, floor, pool, page_table, selected, sink, **options
-    )
+        q, cos, sin, ring, tags, slot, position, floor, pool, page_table, selected, sink,
+        ahead=ahead, **options,
+    )  # fmt: skip
 
 
 def _fits(q, cos, rows, pool, *, window_size, numerics) -> bool:

@@ -1,5 +1,7 @@
 """Reference of ``sparse_attention`` and of the list attention under it."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -100,6 +102,7 @@ def ring_attention(
     *,
     window_size: int,
     numerics: Numerics,
+    ahead: Sequence[Array] = (),
 ) -> Array:
     slots, size = tags.shape
     at = position[:, :1] + jnp.arange(1 - window_size, position.shape[1])

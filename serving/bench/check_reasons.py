@@ -35,7 +35,7 @@ def _rows(op: str, rows: int, outputs: tuple[int, ...] = (), k: int = 0) -> str:
     return "" if takes(op, rows, outputs, k) else f"{rows} rows are not those of chosen.py"
 
 
-def _linears(numerics: Numerics, x: Any, weights: Any, out_dtype: Any = None) -> str:
+def _linears(numerics: Numerics, x: Any, weights: Any, out_dtype: Any = None, **_: Any) -> str:
     from pallas_kernels.linear.kernel_sm90 import unfit
 
     if not all(isinstance(w, Packed) for w in weights):
@@ -135,7 +135,7 @@ def _topk(numerics: Numerics, scores: Any, visible: Any, *, k: int, block_size: 
 
 
 def _attention(pool: int) -> Callable:
-    def fault(numerics: Numerics, *arguments: Any, window_size: int) -> str:
+    def fault(numerics: Numerics, *arguments: Any, window_size: int, **_: Any) -> str:
         from pallas_kernels.sparse_attention.attend_shape import ROPE
         from pallas_kernels.sparse_attention.kernel_sm90 import supports
 

@@ -1,6 +1,6 @@
 """The attention kernel's own PTX on a host machine (``ptx_machine``), against float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -137,16 +137,18 @@ def attend(
     owners: np.ndarray | None = None,
     lines: list[str] | None = None,
     machine: Callable = Machine,
+    ahead: Sequence[np.ndarray] = (),
 ) -> np.ndarray:
     """The kernel's output [B, T, H, 512] between two canaries; window and ``written`` are rings and
-    their tags where the shape says so. Another program may take several rows to a block.
+    their tags where the shape says so. Another program may take several rows to a block. ahead: the
+    arrays of ``s.ahead``.
     """
     q, cos, sin, window, written, position, floor, pool, table, selected, sink = arguments
     owners = np.asarray(floor) if owners is None else owners
     latents = pool.words if s.selected else window.words
     chosen = selected if s.selected else position
     planes = [q, cos, sin, window.words, jnp.asarray(written, jnp.int32), position]
-    planes += [floor, owners, latents, table, chosen, sink.astype(jnp.float32)]
+    planes += [floor, owners, latents, table, chosen, sink.astype(jnp.float32), *ahead]
     memory = pm.Memory(1 << 24)
     places = [memory.place(np.asarray(a)) for a in planes]
     canary = np.full((s.rows * s.groups + 2, s.heads, 512), 0x7FC1, np.uint16)
