@@ -1,7 +1,7 @@
 """What ``auto`` takes, on an sm_90 GPU, of kernels that do not win everywhere: the rows for which
 each of them was faster there than what XLA makes of the same operands, as far as both were timed
-(``baselines``; not yet: Engram rows above one). Others run through XLA. ``mhc_site`` takes the place
-of two or three launches of kernels, ``output_projection`` of two.
+(``baselines``; not yet: Engram rows above one). Others run through XLA. ``mhc_site`` takes the
+place of two or three launches of kernels, ``output_projection`` of two.
 """
 
 from math import prod
