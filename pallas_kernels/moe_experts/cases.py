@@ -126,7 +126,7 @@ def _weights(layout: Layout, seed: int) -> tuple[ExpertWeights, ExpertWeights]:
 
 
 @lru_cache(maxsize=1)
-def packed_weights(layout: Layout, seed: int) -> PackedExperts:
+def _packed(layout: Layout, seed: int) -> PackedExperts:
     from pallas_kernels.moe_experts.repack import pack
 
     return pack(*_weights(layout, seed))
@@ -204,7 +204,7 @@ def problem(case: Case, impl: str, seed: int) -> Problem:
         from pallas_kernels.moe_experts import kernel_sm90 as kernels
 
         shared = (_weights(layout, seed)[1],) * prefill
-        data = (packed_weights(layout, seed), *shared)
+        data = (_packed(layout, seed), *shared)
         kernel = kernels.moe_experts_prefill if prefill else kernels.moe_experts_decode
         sizes = {"experts": layout.local, "width": layout.width, "limit": LIMIT}
         run = jax.jit(partial(kernel, numerics=SERVING, **sizes))  # traced once for all executions
@@ -268,7 +268,7 @@ def checks(case: Case, seed: int, run: Callable | None = None) -> Iterator[Check
     too. Of many rows ``DRAWN`` are compared with the reference.
     """
     released, shared = _weights(case.layout, seed)
-    experts = released if run else packed_weights(case.layout, seed)
+    experts = released if run else _packed(case.layout, seed)
     own, run = run is None, run or build("mosaic")
     ids, weights = (jnp.asarray(a[0]) for a in routings(case, seed))
     x = jax.random.normal(jax.random.key(seed + 1), (case.rows, case.layout.hidden), jnp.bfloat16)

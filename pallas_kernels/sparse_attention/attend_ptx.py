@@ -7,8 +7,8 @@ A maximum moves only when scores exceed it by more than 2^8: a rescaling is rare
 
 import math
 
-from pallas_kernels.ahead import ask
 from pallas_kernels.inline_ptx import f32
+from pallas_kernels.sparse_attention.ahead import ask
 from pallas_kernels.sparse_attention.attend_shape import (
     BARRIER_ALL,
     BARRIER_CONSUMERS,

@@ -27,7 +27,7 @@ class Attend:
     slots. A cluster of ``splits`` blocks shares a row's list, each for all ``heads``; ``groups``
     clusters have so many heads each. ``tile`` slots are multiplied at a time. ring: rows of each of
     ``owners`` rings that hold the window, 0 for rows of the request. ahead: pieces of each further
-    array to ask into L2 (``pallas_kernels.ahead``).
+    array to ask into L2 (``ahead.ask``).
     """
 
     rows: int

@@ -12,10 +12,10 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import inline_ptx
-from pallas_kernels.ahead import pieces
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.quant.storage import LatentRows, StoredRows, WindowRows
 from pallas_kernels.sparse_attention import seesaw_ptx
+from pallas_kernels.sparse_attention.ahead import pieces
 from pallas_kernels.sparse_attention.attend_ptx import arrays, program
 from pallas_kernels.sparse_attention.attend_shape import (
     ROPE,
@@ -166,7 +166,7 @@ def _launch(
         latents, pages, count = pool.words, page_table.shape[1], selected.shape[-1]
         (pool_pages, page), chosen = latents.shape[:2], selected
     splits, groups = shared(b * t, window_size + count, heads)
-    counts = zip(ahead, pieces("ring_attention", ahead), strict=True)
+    counts = zip(ahead, pieces(ahead), strict=True)
     asked = [(array, n) for array, n in counts if n and splits > 1]
     s = Attend(
         b * t,

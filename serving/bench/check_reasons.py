@@ -35,7 +35,7 @@ def _rows(op: str, rows: int, outputs: tuple[int, ...] = (), k: int = 0) -> str:
     return "" if takes(op, rows, outputs, k) else f"{rows} rows are not those of chosen.py"
 
 
-def _linears(numerics: Numerics, x: Any, weights: Any, out_dtype: Any = None, **_: Any) -> str:
+def _linears(numerics: Numerics, x: Any, weights: Any, out_dtype: Any = None) -> str:
     from pallas_kernels.linear.kernel_sm90 import unfit
 
     if not all(isinstance(w, Packed) for w in weights):

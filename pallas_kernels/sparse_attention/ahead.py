@@ -1,5 +1,5 @@
-"""What later launches read, asked into L2 by a launch that leaves memory idle: results do not
-depend on it.
+"""What the next launch reads, asked into L2 by one that leaves memory idle: results do not depend
+on it.
 """
 
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from jax import Array
 
 PIECE = 4096  # bytes that a thread asks for at once
-# Most bytes that a launch asks for; no entry: none. On an H200 at one row attention takes 0.4 us
-# longer for it and the output projection 2.0 us less; asked by 16 blocks, 16 MiB took 5.6 us.
-MOST = {"ring_attention": 20 << 20}
+# Bytes of a launch. One row on an H200: attention takes 0.4 us more for it, the output projection
+# 2.0 less (``serving/baselines/nvidia-h200-kernels*.json``).
+MOST = 20 << 20
 
 
-def pieces(op: str, ahead: Sequence[Array]) -> tuple[int, ...]:
-    """How many whole pieces of each array a launch of ``op`` asks for, in their order."""
-    left, counts = MOST.get(op, 0), []
+def pieces(ahead: Sequence[Array]) -> tuple[int, ...]:
+    """How many whole pieces of each array a launch asks for, in their order."""
+    left, counts = MOST, []
     for array in ahead:
         counts.append(min(left, array.size * array.dtype.itemsize) // PIECE)
         left -= counts[-1] * PIECE

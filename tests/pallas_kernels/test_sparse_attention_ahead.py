@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.ahead import MOST, PIECE, ask, pieces
 from pallas_kernels.numerics import SERVING
 from pallas_kernels.sparse_attention import kernel_sm90, op
+from pallas_kernels.sparse_attention.ahead import MOST, PIECE, ask, pieces
 from pallas_kernels.sparse_attention.attend_ptx import NAMES, arrays
 from pallas_kernels.sparse_attention.attend_shape import Attend
 from pallas_kernels.sparse_attention.cases import Case
@@ -51,14 +51,12 @@ def shapes(*sizes: int) -> list:
     return [jax.ShapeDtypeStruct((size // 2, 1), jnp.bfloat16) for size in sizes]
 
 
-def test_whole_pieces_up_to_the_most_of_an_operation():
-    most = MOST["ring_attention"]
-    assert pieces("ring_attention", shapes(4 * PIECE, 3 * PIECE - 2, PIECE - 2)) == (4, 2, 0)
-    last = shapes(most - PIECE, 3 * PIECE, 3 * PIECE)
-    assert pieces("ring_attention", last) == (most // PIECE - 1, 1, 0)
-    assert pieces("ring_attention", shapes(2 * most, PIECE)) == (most // PIECE, 0)
-    assert pieces("ring_attention", ()) == ()
-    assert pieces("list_attention", shapes(PIECE)) == (0,)
+def test_whole_pieces_up_to_the_most():
+    assert pieces(shapes(4 * PIECE, 3 * PIECE - 2, PIECE - 2)) == (4, 2, 0)
+    last = shapes(MOST - PIECE, 3 * PIECE, 3 * PIECE)
+    assert pieces(last) == (MOST // PIECE - 1, 1, 0)
+    assert pieces(shapes(2 * MOST, PIECE)) == (MOST // PIECE, 0)
+    assert pieces(()) == ()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_every_piece_is_asked_for_once(counts, blocks):
 def test_attention_asks_for_whole_pieces_once(case, tile):
     arguments = problem(case, SERVING)
     ahead = [np.zeros((700, 1024), np.uint8), np.zeros((11, 500), np.int32)]
-    counts = pieces("ring_attention", [jnp.asarray(array) for array in ahead])
+    counts = pieces([jnp.asarray(array) for array in ahead])
     assert counts == (175, 5)
     s = shape_of(case, arguments, 2, tile)
     assert s.tiles == (1 if case.selected else 2)
