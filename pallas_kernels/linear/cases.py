@@ -100,12 +100,14 @@ CASES = (
 CHECKED = (
     *CASES,
     Case("odd", 3, (96, 32), 160),
+    Case("odd", 4, (1056,), 1056),
+    Case("odd", 4, (96, 32), 160, norm=True),
     Case("odd", 17, (64,), 32),
     Case("odd", 50, (1056,), 1056),
     Case("odd", 129, (96, 32), 160),
     Case("odd", 1000, (1056,), 1056),
     Case("odd", 19, (96, 32), 160, norm=True),
-    Case("draft_main", 5, (5120,), 15360),
+    *(Case("draft_main", rows, (5120,), 15360) for rows in (4, 5)),
     Case("draft_main", 60, (5120,), 15360),
     Case("draft_main", 300, (5120,), 15360),
 )

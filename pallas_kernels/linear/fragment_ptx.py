@@ -10,6 +10,7 @@ import numpy as np
 
 UNIT = 64  # columns
 STEPS = 4  # of 16 columns a unit
+FRAGMENT = 1024  # bytes of a unit of eight rows of x
 SCALE_BIAS = 120  # the code's exponent, unbiased in bf16, is this much too small
 MAX_SCALE_BYTE = 254 - SCALE_BIAS  # a larger one acts as infinity
 

@@ -55,7 +55,9 @@ def linears(
 ) -> tuple[Array, ...]:
     """``op.build_many``'s contract on an sm_90 GPU; ``ValueError`` for what ``unfit`` names.
 
-    Codes are finite; a scale above 2^7 gives infinities. A row's bits depend on how ``tuned`` of
+    Codes are finite; a scale above 2^7 gives infinities. Up to 4 rows it does not, but one of
+    2^-127 counts as 0, and inputs below 2^-32 of the largest of their 32 columns may be off by
+    2^-40 of it. A row's bits depend on whether there are up to 4 rows and on how ``tuned`` of
     ``skinny_shape`` (up to 128 rows) or ``broad_shape`` splits K for this number of rows, and on
     nothing else.
 

@@ -1,9 +1,11 @@
 """The kernel for few rows as one PTX program: weights go from memory to registers, are
-dequantised there and multiplied (``fragment_ptx``); a cluster adds the parts of K.
+dequantised there and multiplied (``fragment_ptx``, ``halves_ptx``); a cluster adds the parts of K.
 """
 
 from pallas_kernels.inline_ptx import f32
+from pallas_kernels.linear import halves_ptx
 from pallas_kernels.linear.fragment_ptx import (
+    FRAGMENT,
     MEET,
     PART,
     PIN,
@@ -19,7 +21,6 @@ from pallas_kernels.linear.fragment_ptx import (
 from pallas_kernels.linear.skinny_shape import THREADS, WARPS, Skinny
 
 LOAD = "ld.global.L1::no_allocate.L2::128B.v4.b32"
-FRAGMENT = 1024  # bytes of a unit of eight rows of x
 BATCH, NORMED_BATCH = 5, 3  # loads of such a unit that a warp has in flight, at least
 MOST = 8  # and at most
 LOADING = 192  # registers for what is on its way
@@ -36,6 +37,7 @@ def program(s: Skinny, words: str = "", cluster: str = "") -> list[str]:
     lines += [*[line for u in range(ahead) for line in _load(s, u)], PIN]
     if s.early:
         lines.append("griddepcontrol.wait; griddepcontrol.launch_dependents;")
+    lines += [halves_ptx.fence(s.units + s.tasks)] if s.halves else []
     for first in range(0, s.tasks, WARPS * _batch(s)):
         lines += _fetch(s, first) if first or s.early else []
         lines += _keep(s, first)
@@ -43,16 +45,17 @@ def program(s: Skinny, words: str = "", cluster: str = "") -> list[str]:
     if s.norm is not None:
         lines += _squares(s)
     for u in range(s.units):
-        lines += _unit(s, u)
+        lines += halves_ptx.unit(s, u) if s.halves else _unit(s, u)
         if u + ahead < s.units:
             lines += [*_load(s, u + ahead), PIN]
+    lines += halves_ptx.last(s) if s.halves else []
     return [*lines, _meet(), *_stash(s), *_sum(s)]
 
 
 def _batch(s: Skinny) -> int:
     """As many as leave registers for the weights under way, up to all of a warp's."""
     least, each = (BATCH, 8) if s.norm is None else (NORMED_BATCH, 16)
-    taken = 8 * s.tiles * min(s.depth, s.units) + s.tiles * s.tokens // 2
+    taken = 8 * s.tiles * min(s.depth, s.units) + 4 * s.tiles * s.groups
     return max(least, min(-(-s.tasks // WARPS), MOST, (LOADING - taken) // each))
 
 
@@ -64,12 +67,14 @@ def _registers(s: Skinny) -> list[str]:
     lines = [
         ".reg .b32 tid, lane, warp, gi, qi, row, n, block, tok0, live, column, scale, sm, xs;",
         ".reg .b32 rank, i, j, u, e, f, at, t0, t1, t2; .reg .b64 x, wp, sp, op, wide, other;",
-        f".reg .pred p, in, on<{_batch(s)}>; .reg .f32 acc<{s.tiles * s.tokens // 2}>;",
+        f".reg .pred p, in, on<{_batch(s)}>; .reg .f32 acc<{4 * s.tiles * s.groups}>;",
         f".reg .b32 w<{8 * _batch(s)}>, to<{_batch(s)}>, v<8>, y<2>, a<{16 * s.tiles}>;",
         f".reg .f32 z<{4 * s.splits}>;",
     ]
     for u in range(s.units):
         lines.append(f".reg .b32 r{u}_<{8 * s.tiles}>, b{u};")
+    if s.halves:
+        lines.append(halves_ptx.registers(s, _batch(s)))
     if s.norm is not None:
         lines.append(
             f".reg .b64 norm; .reg .b32 g<{8 * _batch(s)}>; .reg .f32 ss, lo, hi, glo, ghi;"
@@ -110,7 +115,8 @@ def _place(s: Skinny, smem: str, cluster: str) -> list[str]:
         "add.s64 sp, sp, wide; mad.lo.u32 i, qi, 16, column; cvt.u64.u32 wide, i;",
         f"add.s64 wp, wp, wide; add.u32 row, row, gi; mul.wide.u32 wide, row, {s.k};",
         "add.s64 wp, wp, wide; mad.lo.u32 xs, lane, 16, sm;",
-        *[f"mov.f32 acc{i}, 0f00000000;" for i in range(s.tiles * s.tokens // 2)],
+        *(halves_ptx.place() if s.halves else []),
+        *[f"mov.f32 acc{i}, 0f00000000;" for i in range(4 * s.tiles * s.groups)],
     ]
 
 
@@ -140,9 +146,7 @@ def _fetch(s: Skinny, first: int) -> list[str]:
             f"add.u32 f, warp, {first + WARPS * b}; mad.lo.u32 f, f, 8, gi;",
             f"{divide('u', 'f', rows)} mul.lo.u32 i, u, {rows}; sub.u32 i, f, i;",
             f"setp.lt.u32 p, f, {s.items}; setp.lt.and.u32 on{b}, i, live, p;",
-            f"mad.lo.u32 e, u, {FRAGMENT * s.tokens // 8}, sm; shr.u32 f, i, 3;",
-            f"mad.lo.u32 e, f, {FRAGMENT}, e; and.b32 f, i, 7; mad.lo.u32 e, f, 64, e;",
-            f"mad.lo.u32 to{b}, qi, 16, e;",
+            *(halves_ptx.spot(b) if s.halves else _spot(s, b)),
             f"add.u32 i, tok0, i; mul.wide.u32 wide, i, {2 * s.k}; add.s64 wide, wide, x;",
             f"mad.lo.u32 j, u, {UNIT}, column; mad.lo.u32 j, qi, 16, j;",
             "mul.wide.u32 other, j, 2; add.s64 wide, wide, other;",
@@ -164,27 +168,42 @@ def _fetch(s: Skinny, first: int) -> list[str]:
     return lines
 
 
+def _spot(s: Skinny, b: int) -> list[str]:
+    """``to{b}``: the place of unit u of row i in shared memory."""
+    return [
+        f"mad.lo.u32 e, u, {FRAGMENT * s.groups}, sm; shr.u32 f, i, 3;",
+        f"mad.lo.u32 e, f, {FRAGMENT}, e; and.b32 f, i, 7; mad.lo.u32 e, f, 64, e;",
+        f"mad.lo.u32 to{b}, qi, 16, e;",
+    ]
+
+
 def _keep(s: Skinny, first: int) -> list[str]:
     """What ``_fetch`` loaded to shared memory, as each thread will load it: [unit][group of eight
     rows][half][lane][16 bytes].
     """
+    lines, tasks = [], [b for b in range(_batch(s)) if first + WARPS * b < s.tasks]
+    for b in tasks:
+        lines += _weighed(s, b) if s.norm is not None else []
+        lines += halves_ptx.power(s, b) if s.halves else _arranged(b)
+    for b in tasks if s.halves else []:
+        lines += [halves_ptx.fence(s.units + first // WARPS + b), *halves_ptx.convert(b)]
+    return lines
+
+
+def _arranged(b: int) -> list[str]:
+    """A task's bf16 to shared memory."""
     lines = []
-    for b in range(_batch(s)):
-        if first + WARPS * b >= s.tasks:
-            break
-        if s.norm is not None:
-            lines += _weighed(s, b)
-        for step in range(STEPS):
-            w = 8 * b + 2 * step
-            lines += arrange(f"w{w}", f"w{w + 1}", f"v{2 * step}", f"v{2 * step + 1}")
-        for half in range(2):
-            lines.append(f"@on{b} st.shared.v4.b32 [to{b}+{512 * half}], {vector('v', 4 * half)};")
+    for step in range(STEPS):
+        w = 8 * b + 2 * step
+        lines += arrange(f"w{w}", f"w{w + 1}", f"v{2 * step}", f"v{2 * step + 1}")
+    for half in range(2):
+        lines.append(f"@on{b} st.shared.v4.b32 [to{b}+{512 * half}], {vector('v', 4 * half)};")
     return lines
 
 
 def _weighed(s: Skinny, b: int) -> list[str]:
     """A task's x times the norm's weight in its place, and the sum of its squares to shared memory:
-    [unit][group of eight rows][row].
+    [unit][row].
     """
     lines = ["mov.f32 ss, 0f00000000;"]
     for i in range(8 * b, 8 * b + 8):
@@ -199,7 +218,7 @@ def _weighed(s: Skinny, b: int) -> list[str]:
     return [
         *lines,
         f"setp.eq.and.u32 p, qi, 0, on{b}; sub.u32 i, to{b}, sm; shr.u32 e, i, 10;",
-        "bfe.u32 i, i, 6, 3; mad.lo.u32 i, e, 8, i; mad.lo.u32 i, i, 4, sm;",
+        f"bfe.u32 i, i, 6, 3; mad.lo.u32 i, e, {s.held // s.groups}, i; mad.lo.u32 i, i, 4, sm;",
         f"@p st.shared.f32 [i+{4 * s.square_words}], ss;",
     ]
 
@@ -212,13 +231,13 @@ def _squares(s: Skinny) -> list[str]:
         "mov.f32 ss, 0f00000000;",
     ]
     for u in range(s.units):
-        lines.append(f"ld.shared.f32 lo, [i+{4 * (at + u * s.tokens)}]; add.f32 ss, ss, lo;")
-    return [*lines, f"st.shared.f32 [i+{4 * (at + s.units * s.tokens)}], ss;", "SQUARES:"]
+        lines.append(f"ld.shared.f32 lo, [i+{4 * (at + u * s.held)}]; add.f32 ss, ss, lo;")
+    return [*lines, f"st.shared.f32 [i+{4 * (at + s.units * s.held)}], ss;", "SQUARES:"]
 
 
 def _normed(s: Skinny) -> list[str]:
     """The sums of row j over its size."""
-    at = 4 * (s.square_words + s.units * s.tokens)
+    at = 4 * (s.square_words + s.units * s.held)
     lines = ["mad.lo.u32 f, j, 4, sm; mov.f32 ss, 0f00000000;"]
     for r in range(s.splits):
         read = f"ld.shared.f32 lo, [f+{at}];"
@@ -237,13 +256,12 @@ def _unit(s: Skinny, u: int) -> list[str]:
     for m in range(s.tiles):
         raw = [f"r{u}_{8 * m + i}" for i in range(8)]
         lines += decode_unit(raw, [f"a{16 * m + i}" for i in range(16)], "scale")
-    groups = s.tokens // 8
-    for e in range(groups):
-        at = FRAGMENT * (u * groups + e)
+    for e in range(s.groups):
+        at = FRAGMENT * (u * s.groups + e)
         lines += [f"ld.shared.v4.b32 {vector('v', 4 * h)}, [xs+{at + 512 * h}];" for h in range(2)]
         for step in range(STEPS):
             for m in range(s.tiles):
-                acc = vector("acc", 4 * (m * groups + e))
+                acc = vector("acc", 4 * (m * s.groups + e))
                 lines.append(
                     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
                     f" {acc}, {vector('a', 16 * m + 4 * step)}, {vector('v', 2 * step, 2)}, {acc};"
@@ -257,11 +275,13 @@ def _stash(s: Skinny) -> list[str]:
         f"mad.lo.u32 i, warp, {s.warp_rows}, gi; mul.lo.u32 j, qi, {2 * s.pitch};",
         "add.u32 i, i, j; mad.lo.u32 i, i, 4, sm;",
     ]
-    groups = s.tokens // 8
-    for n in range(4 * s.tiles * groups):
-        m, e, i = n // (4 * groups), n // 4 % groups, n % 4
+    guard = ""
+    if s.halves:
+        lines, guard = [*lines, *halves_ptx.join(s)], "@p "
+    for n in range(4 * s.tiles * s.groups):
+        m, e, i = n // (4 * s.groups), n // 4 % s.groups, n % 4
         at = 4 * ((8 * e + i % 2) * s.pitch + 16 * m + i // 2 * 8)
-        lines.append(f"st.shared.f32 [i+{at}], acc{n};")
+        lines.append(f"{guard}st.shared.f32 [i+{at}], acc{n};")
     return lines
 
 
@@ -271,7 +291,7 @@ def _sum(s: Skinny) -> list[str]:
     if s.splits > 1:
         lines = [MEET]
     vectors = s.block_rows // 4
-    for first in range(0, s.tokens * vectors, THREADS * s.splits):
+    for first in range(0, s.held * vectors, THREADS * s.splits):
         name = first // (THREADS * s.splits)
         lines += [
             f"mad.lo.u32 i, rank, {THREADS}, tid; add.u32 i, i, {first};",

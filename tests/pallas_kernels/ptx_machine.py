@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.pallas_kernels.ptx_operations import F32, OPERATIONS, U32, U64, halves
+from tests.pallas_kernels.ptx_operations import F32, OPERATIONS, U32, U64, f16_halves, halves
 
 IGNORED = ("fence", "cp.async.bulk.prefetch", "wgmma.fence", "wgmma.commit", "wgmma.wait")
 WINDOW = 24  # an address of another block of the cluster: its rank + 1 from this bit on
@@ -256,8 +256,9 @@ class Cluster:
             return
         if name == "mov" and args[0].startswith("{"):
             value = b.read(args[1])
+            bits = 8 * b.registers[args[1]].itemsize // 2
             for i, one in enumerate(args[0].strip("{}").split(",")):
-                b.write(one.strip(), value >> U64(32 * i), active)
+                b.write(one.strip(), value.astype(U64) >> U64(bits * i), active)
             return
         if name == "mov" and args[1].startswith("{"):
             low, high = (b.read(one.strip()).astype(U64) for one in args[1].strip("{}").split(","))
@@ -287,47 +288,58 @@ def _shuffle(machine, b, rest, args, active) -> None:
 
 
 def _redux(machine, b, rest, args, active) -> None:
-    value = b.read(args[1]).astype(U64).reshape(-1, 32).sum(1)
+    value = b.read(args[1]).astype(U64).reshape(-1, 32)
+    value = value.max(1) if "max" in rest else value.sum(1)
     b.write(args[0], np.repeat(value, 32), active)
+
+
+def _elect(machine, b, rest, args, active) -> None:
+    """Any thread of a warp may be the one; here the last."""
+    value, one = args[0].split("|")
+    chosen = np.arange(b.n) % 32 == 31
+    b.write(value, np.full(b.n, 31, U64), active)
+    b.write(one, chosen, active)
 
 
 def _names(vector: str) -> list[str]:
     return [one.strip() for one in vector.strip("{}").split(",")]
 
 
-def _fragment(b: Block, names: list[str]) -> np.ndarray:
+def _fragment(b: Block, names: list[str], lanes: Callable = halves) -> np.ndarray:
     """A 16 x 16 operand of each warp, [warps, 16, 16]."""
     out = np.zeros((b.n // 32, 16, 16), F32)
     lane = np.arange(32)
     for i, name in enumerate(names):
         row, column = lane // 4 + 8 * (i % 2), 2 * (lane % 4) + 8 * (i // 2)
-        pair = halves(b.read(name)).reshape(-1, 32, 2)
+        pair = lanes(b.read(name)).reshape(-1, 32, 2)
         out[:, row, column], out[:, row, column + 1] = pair[..., 0], pair[..., 1]
     return out
 
 
-def _accumulate(b: Block, names: list[str], product: np.ndarray, keep, active) -> None:
-    """names: 16 x N accumulators of each warp, product [warps, 16, N]."""
+def _accumulate(
+    b: Block, names: list[str], product: np.ndarray, keep, active, start: list[str] | None = None
+) -> None:
+    """names: 16 x N accumulators of each warp, else ``start``, plus product [warps, 16, N]."""
     lane = np.arange(32)
+    olds = [b.read(name).astype(U32).view(F32) for name in start or names]
     for i, name in enumerate(names):
         row, column = lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (lane % 4) + i % 2
-        old = b.read(name).astype(U32).view(F32)
         with np.errstate(invalid="ignore", over="ignore"):
-            total = np.where(keep, old, F32(0)) + product[:, row, column].reshape(-1)
+            total = np.where(keep, olds[i], F32(0)) + product[:, row, column].reshape(-1)
         b.write(name, total.astype(F32).view(U32).astype(U64), active)
 
 
 def _mma(machine, b, rest, args, active) -> None:
-    left, lane = _fragment(b, _names(args[1])), np.arange(32)
+    lanes = f16_halves if rest[-2] == "f16" else halves
+    left, lane = _fragment(b, _names(args[1]), lanes), np.arange(32)
     right = np.zeros((b.n // 32, 16, 8), F32)
     for i, name in enumerate(_names(args[2])):
         row, column = 2 * (lane % 4) + 8 * i, lane // 4
-        pair = halves(b.read(name)).reshape(-1, 32, 2)
+        pair = lanes(b.read(name)).reshape(-1, 32, 2)
         right[:, row, column], right[:, row + 1, column] = pair[..., 0], pair[..., 1]
-    assert args[3] == args[0]
     with np.errstate(invalid="ignore", over="ignore"):
         product = left @ right
-    _accumulate(b, _names(args[0]), product, True, active)
+    _accumulate(b, _names(args[0]), product, True, active, _names(args[3]))
 
 
 def _wgmma(machine, b, rest, args, active) -> None:
@@ -351,6 +363,7 @@ COLLECTIVE: dict[str, Callable] = {
     "vote": _vote,
     "shfl": _shuffle,
     "redux": _redux,
+    "elect": _elect,
     "mma": _mma,
     "wgmma": _wgmma,
 }

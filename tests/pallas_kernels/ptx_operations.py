@@ -70,6 +70,10 @@ def halves(x: np.ndarray) -> np.ndarray:
     return np.stack([x << 16, x & 0xFFFF0000], 1).astype(U32).view(F32)
 
 
+def f16_halves(x: np.ndarray) -> np.ndarray:
+    return x.astype(U32).view(np.float16).reshape(-1, 2).astype(F32)
+
+
 def packed(values: np.ndarray) -> np.ndarray:
     bits = values.astype(ml_dtypes.bfloat16).view(np.uint16).astype(U64)
     return bits[:, 0] | bits[:, 1] << U64(16)
@@ -80,6 +84,9 @@ def pairs(a: np.ndarray, b: np.ndarray, f: Callable) -> np.ndarray:
 
 
 def _convert(rest, *x):
+    if rest[-2:] == ["f16x2", "e4m3x2"]:
+        codes = x[0].astype(np.uint16).view(np.uint8).view(ml_dtypes.float8_e4m3fn)
+        return codes.astype(np.float16).view(U32).astype(U64)
     if "bf16x2" in rest:
         high, low = (v.astype(U32).view(F32) for v in x)
         both = np.stack([low, high], 1)
@@ -94,6 +101,8 @@ def _convert(rest, *x):
         assert "satfinite" in rest
         low, high = (e4m3_bits(v) for v in (low, high))
         return low | high << U64(8)
+    if rest[-2:] == ["f16", "f32"]:
+        return x[0].astype(U32).view(F32).astype(np.float16).view(np.uint16).astype(U64)
     if rest[-2:] == ["bf16", "f32"]:
         value = x[0].astype(U32).view(F32)
         return value.astype(ml_dtypes.bfloat16).view(np.uint16).astype(U64)
@@ -104,11 +113,14 @@ def e4m3_bits(x: np.ndarray) -> np.ndarray:
     return np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8).astype(U64)
 
 
-def _smaller(rest, a, b):
-    if rest[-1] != "u16x2":
-        return _arith(np.fmin)(rest, a, b)
-    low, high = (_arith(np.fmin)(["u16"], a >> U64(n), b >> U64(n)) for n in (0, 16))
-    return low | high << U64(16)
+def _extreme(f: Callable) -> Callable:
+    def extreme(rest, a, b):
+        if rest[-1] != "u16x2":
+            return _arith(f)(rest, a, b)
+        low, high = (_arith(f)(["u16"], a >> U64(n), b >> U64(n)) for n in (0, 16))
+        return low | high << U64(16)
+
+    return extreme
 
 
 def _fused(rest, a, b, c):
@@ -158,8 +170,8 @@ OPERATIONS: dict[str, Callable] = {
     "cvt": _convert,
     "add": _arith(lambda a, b: a + b),
     "sub": _arith(lambda a, b: a - b),
-    "min": _smaller,
-    "max": _arith(np.fmax),
+    "min": _extreme(np.fmin),
+    "max": _extreme(np.fmax),
     "mul": _multiply,
     "mad": _multiply,
     "div": _quotient,

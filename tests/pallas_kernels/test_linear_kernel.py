@@ -95,6 +95,7 @@ SKINNY = (
     Skinny(19, 512, (160, 128), tokens=16, tiles=2, splits=4, depth=6, wide=True),
     Skinny(70, 1024, (64,), tokens=64, tiles=2, splits=8, depth=1),
     Skinny(8, 352, (32,), tokens=8, tiles=1, splits=1, depth=3),
+    Skinny(4, 352, (96,), tokens=16, tiles=2, splits=2, depth=1),
 )
 
 
@@ -111,6 +112,7 @@ NORMED = (
     Skinny(40, 128, (64,), tokens=64, tiles=1, splits=2, depth=1, norm=1e-6),
     Skinny(70, 128, (32,), tokens=64, tiles=1, splits=1, depth=2, norm=1e-6),
     Skinny(8, 352, (32,), tokens=8, tiles=1, splits=1, depth=3, norm=1e-6, early=True),
+    Skinny(4, 352, (96, 32), tokens=8, tiles=2, splits=2, depth=2, norm=1e-6, early=True),
 )
 
 
@@ -127,7 +129,7 @@ def test_normed_rows_equal_float64(s, rng):
         bound = F32_REL * (np.linalg.norm(a, axis=-1)[:, None] * np.linalg.norm(b, axis=-1))
         off = np.abs(got.astype(np.float64) - a @ b.T)
         assert (off <= bound + 2.0**-8 * np.abs(a @ b.T)).all()
-    if s.rows in (5, 8):
+    if s.rows in (4, 5, 8):
         x[1] = np.nan
         mixed = run_skinny(s, x, matrices, partial(Strict, seed=1), norm=norm)
         keep = np.arange(s.rows) != 1
@@ -136,30 +138,65 @@ def test_normed_rows_equal_float64(s, rng):
             assert np.isnan(got[1].astype(float)).all()
 
 
-def test_rows_have_the_same_bits_in_any_batch(rng):
-    """Of one bucket, whatever the order of warps, the other matrices and rows, one of them NaN."""
-    s = Skinny(13, 320, (64, 96), tokens=16, tiles=1, splits=2, depth=2)
-    x, (one, two) = inputs(rng, 13, 320), [weights(rng, n, 320) for n in s.outputs]
+@pytest.mark.parametrize(("rows", "tokens", "fewer"), [(13, 16, 5), (4, 8, 1)])
+def test_rows_have_the_same_bits_in_any_batch(rows, tokens, fewer, rng):
+    """Of one bucket, whatever the order of warps, the other matrices and rows, which are NaN or
+    infinite.
+    """
+    s = Skinny(rows, 320, (64, 96), tokens=tokens, tiles=1, splits=2, depth=2)
+    x, (one, two) = inputs(rng, rows, 320), [weights(rng, n, 320) for n in s.outputs]
     first, second = run_skinny(s, x, [one, two])
-    x[2] = np.nan
+    x[0], x[1, 40] = np.nan, -np.inf
     mixed = run_skinny(s, x, [one, two], partial(Strict, seed=1))
-    keep = np.arange(13) != 2
+    keep = ~np.isin(np.arange(rows), (0, 1))
     for got, want in zip(mixed, (first, second), strict=True):
-        assert got[keep].tobytes() == want[keep].tobytes() and np.isnan(got[2].astype(float)).all()
-    alone = Skinny(1, 320, (96,), tokens=16, tiles=1, splits=2, depth=1, early=True)
-    assert run_skinny(alone, x[4:5], [two])[0].tobytes() == second[4:5].tobytes()
+        assert got[keep].tobytes() == want[keep].tobytes() and np.isnan(got[0].astype(float)).all()
+        assert not np.isfinite(got[1].astype(float)).any()
+    own = Skinny(fewer, 320, (96,), tokens=tokens, tiles=1, splits=2, depth=1, early=True)
+    assert run_skinny(own, x[-fewer:], [two])[0].tobytes() == second[-fewer:].tobytes()
 
 
 def test_scales_above_the_limit_show(rng):
-    s, w = Skinny(1, 64, (64,), tokens=8, tiles=1, splits=1, depth=1), weights(rng, 64, 64)
+    s, w = Skinny(5, 64, (64,), tokens=8, tiles=1, splits=1, depth=1), weights(rng, 64, 64)
     w = Fp8Blocks(w.codes, w.scales.at[1, 0].set(135))
-    (got,) = run_skinny(s, inputs(rng, 1, 64), [w])
-    assert np.isfinite(got[0, :32].astype(float)).all()
-    assert not np.isfinite(got[0, 32:].astype(float)).any()
+    (got,) = run_skinny(s, inputs(rng, 5, 64), [w])
+    assert np.isfinite(got[:, :32].astype(float)).all()
+    assert not np.isfinite(got[:, 32:].astype(float)).any()
+
+
+@pytest.mark.parametrize("power", [-120, 0, 60])
+def test_up_to_four_rows_take_other_scales(power, rng):
+    """Of weights, down to 2^-126, and of inputs, whose sizes may differ by column group."""
+    s = Skinny(4, 128, (64,), tokens=8, tiles=1, splits=1, depth=1, wide=True)
+    scales = (rng.integers(1, 60, (2, 4)) + 60 - power).astype(np.uint8)
+    w = Fp8Blocks(weights(rng, 64, 128).codes, jnp.asarray(scales))
+    x = inputs(rng, 4, 128).astype(np.float64) * 2.0 ** rng.integers(-30, 30, (4, 4)).repeat(32, 1)
+    x = (x * 2.0**power).astype(BF16)
+    x[2, 32:64] = 0
+    (got,) = run_skinny(s, x, [w])
+    close(got, x, w)
+
+
+@pytest.mark.parametrize(("power", "off"), [(-31, 0), (-38, 2.0**-40)])
+def test_inputs_far_below_their_neighbours(power, off, rng):
+    """From 2^-32 of a large input on they are exact, others are off as documented."""
+    s = Skinny(1, 64, (32,), tokens=8, tiles=1, splits=1, depth=1, wide=True)
+    codes = np.asarray(weights(rng, 32, 64).codes).copy()
+    codes[:, 7] = 0
+    w = Fp8Blocks(jnp.asarray(codes), jnp.full((1, 2), 127, jnp.uint8))
+    x = (rng.uniform(0.5, 1, (1, 64)) * 2.0**power).astype(BF16)
+    x[0, 7] = 1.99
+    (got,) = run_skinny(s, x, [w])
+    x[0, 7] = 0
+    a, b = x.astype(np.float64), np.asarray(w.dequantize(), np.float64)
+    bound = F32_REL * np.linalg.norm(a) * np.linalg.norm(b, axis=1)
+    wrong = np.abs(got[0] - (a @ b.T)[0])
+    assert (wrong <= bound + 1.99 * off * np.abs(b).sum(axis=1)).all()
+    assert not off or (wrong > bound).any()
 
 
 def test_every_size_has_a_launch():
-    for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65, 128):
+    for rows in (1, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128):
         for k in (32, 288, 1024, 1280, 5120, 8192, 15360, kernel_sm90.MAX_K):
             s = tuned(rows, k, (32, 4096))
             assert 4 * s.words <= SMEM_BYTES and s.units * s.splits * 64 >= k
