@@ -77,6 +77,7 @@ CASES = (
 _OTHERS = (Layout("tp4", 384, 576), Layout("ep2", 192, 2304), Layout("ep16", 24, 2304))
 _ODD = (("decode", 2), ("decode", 17), ("prefill", 129), ("prefill", 1000))
 CHECKED = (
+    *(Case(rows, LAYOUTS[0]) for rows in (2, 6, 7)),
     *CASES,
     *(Case(rows, layout, phase) for layout in (*_OTHERS, LAYOUTS[2]) for phase, rows in _ODD),
 )
@@ -264,7 +265,7 @@ def _hidden(live: Array, x: Array, ids: Array, weights: Array) -> tuple[Array, A
 
 
 def checks(case: Case, seed: int, run: Callable | None = None) -> Iterator[Check]:
-    """``run`` takes weights as released; the kernels take them packed, and leave one row in parts
+    """``run`` takes weights as released; the kernels take them packed, and leave few rows in parts
     too. Of many rows ``DRAWN`` are compared with the reference.
     """
     released, shared = _weights(case.layout, seed)
@@ -291,31 +292,40 @@ def checks(case: Case, seed: int, run: Callable | None = None) -> Iterator[Check
             else:
                 yield near_overall(kind + name, got, want, REFERENCE_REL_RMS)
         yield from _properties(case, seed, kind, program, (x, ids, weights), experts, shared)
-    if own and case.rows == 1:
-        yield from in_parts(run, x, weights, routes, experts, shared, released)
+    if own and isinstance(experts, PackedExperts):
+        from pallas_kernels.moe_experts.kernel_sm90 import MOST_ROWS
+
+        if case.rows <= MOST_ROWS:
+            yield from in_parts(
+                case, seed, run, (x, ids, weights), routes, experts, shared, released
+            )
 
 
 def in_parts(
+    case: Case,
+    seed: int,
     run: Callable,
-    x: Array,
-    weights: Array,
+    rows: tuple[Array, Array, Array],
     routes: dict[str, Array],
     experts: PackedExperts,
     shared: ExpertWeights,
     released: ExpertWeights,
 ) -> Iterator[Check]:
-    """One row whose sums are left to be added."""
+    """Rows whose sums are left to be added."""
+    x, ids, weights = rows
+    kind = "serving, in parts: "
 
     def whole(*operands: Array | PackedExperts | ExpertWeights) -> Array:
         y = run(*operands, limit=LIMIT, numerics=SERVING, parts=True)
         assert isinstance(y, Addends)
         return y.total(jnp.bfloat16)
 
-    program = Program(whole, x, next(iter(routes.values())), weights, experts, shared)
+    program = Program(whole, x, ids, weights, experts, shared)
     for name, picked in routes.items():
         want = _reference(SERVING)(x, picked, weights, released, shared)
         got = program(x, picked, weights, experts, shared)
-        yield near(f"serving: {name}, in parts", got, want, SERVING_REL)
+        yield near(kind + name, got, want, SERVING_REL)
+    yield from _properties(case, seed, kind, program, rows, experts, shared)
 
 
 def _properties(

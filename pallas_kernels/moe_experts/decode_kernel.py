@@ -3,12 +3,13 @@ ring of SMEM slots.
 
 One warpgroup streams weight chunks and one the tokens to multiply them with; three dequantise in
 registers and multiply, 64 rows each; one finishes tiles: sums K splits, applies SwiGLU, scatters.
-All walk the same list of tiles. The down projection of an expert waits for the counter of its
-SwiGLU outputs, while its weights already stream.
+All walk the block's share of one list of tiles: up, then down. The down projection of an expert
+waits for the counter of its SwiGLU outputs, while its weights already stream.
 
-No tile depends on a later one of the list, and a block takes its tiles in order: nothing can
-deadlock as long as all blocks run at once. Each tile has a fixed order of additions, whichever
-block takes it.
+No tile depends on a later one of the list, and a block takes its tiles in the order of the list,
+all up tiles before the first down tile, whichever they are (``decode_share``): nothing can deadlock
+as long as all blocks run at once. Each tile has a fixed order of additions, whichever block takes
+it.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.moe_experts import decode_plan as dp
 from pallas_kernels.moe_experts import decode_ptx as ptx
 from pallas_kernels.moe_experts.decode_shape import Part, Shape
+from pallas_kernels.moe_experts.decode_share import share
 from pallas_kernels.moe_experts.repack import TILE_BLOCKS, PackedExperts
 
 SMEM_BYTES = 226 * 1024
@@ -73,7 +75,8 @@ class Kernel:
             )
             for p in self.parts[0]
         }
-        self.scatter = {p: ptx.make_scatter(p.tokens, p.splits, s.d) for p in self.parts[1]}
+        apart = s.rows if s.joint else None
+        self.scatter = {p: ptx.make_scatter(p.tokens, p.splits, s.d, apart) for p in self.parts[1]}
         self.signal, self.ready = ptx.make_signal(), ptx.make_wait(s.up.tiles)
         self.reset = ptx.make_reset(s.plan.counters, s.arrivals, s.blocks)
 
@@ -81,32 +84,25 @@ class Kernel:
         """work(part, item, tile, split, carry) -> carry over this block's tiles, shared expert
         first in each phase.
         """
-        s, first = self.s, lax.axis_index("block")
-        carry = jax.tree.map(jnp.int32, carry)
+        s, block, routed_items = self.s, lax.axis_index("block"), refs.plan[0]
+        carry, earlier = jax.tree.map(jnp.int32, carry), 0
         for (routed, shared), wanted in zip(self.parts, self.phases, strict=True):
             if not wanted:
                 continue
+            tile, following = share(block, s.blocks, earlier, s.rounds)
+            begin = 0
+            for p, items in ((shared, s.shared_items), (routed, routed_items)):
+                end = begin + p.count(items)
 
-            def visit(i, carry, p: Part, base: int, first=first):
-                q = first + i * s.blocks - base
-                split, q = q % p.splits, q // p.splits
-                return work(p, q // p.tiles, q % p.tiles, split, carry)
+                def visit(at, p=p, begin=begin, following=following):
+                    tile, carry = at
+                    q = tile - begin
+                    split, q = q % p.splits, q // p.splits
+                    return following(tile), work(p, q // p.tiles, q % p.tiles, split, carry)
 
-            def share(n, first=first):
-                return jnp.maximum(n - first + s.blocks - 1, 0) // s.blocks
-
-            shared_count = shared.count(s.shared_items)
-            begin = share(shared_count)
-            carry = lax.fori_loop(0, begin, lambda i, c, v=visit, p=shared: v(i, c, p, 0), carry)
-            count = shared_count + routed.count(refs.plan[0])
-            carry = lax.fori_loop(
-                begin,
-                share(count),
-                lambda i, c, v=visit, p=routed, b=shared_count: v(i, c, p, b),
-                carry,
-            )
-            # Blocks that had one tile less begin the next phase.
-            first = (first - count % s.blocks + s.blocks) % s.blocks
+                tile, carry = lax.while_loop(lambda at, end=end: at[0] < end, visit, (tile, carry))
+                begin = end
+            earlier = begin
 
     def fill(self, refs: Refs, p: Part, split, carry, load: Callable):
         """load(chunk along K, slot) for a split's chunks, each once its slot is free; carry counts
@@ -263,8 +259,6 @@ class Kernel:
     def finish_down(self, refs: Refs, p: Part, item, tile, split) -> None:
         at = self.s.plan
         rows_at = item * p.tokens + (at.rows if p.shared else at.pairs)
-        if self.s.joint and p.shared:
-            split = split + self.s.k * self.s.down.splits
 
         def store(acc, m, row_block):
             self.scatter[p](acc, refs.y[p.shared], refs.plan, rows_at, split, row_block * 64)
@@ -310,7 +304,7 @@ class Kernel:
         if self.phases[0]:
             out += t_types(s)
         if self.phases[1] and s.joint:
-            out.append(jax.ShapeDtypeStruct((s.sums, s.d), f32))
+            out.append(jax.ShapeDtypeStruct((s.sums * s.rows, s.d), f32))
         elif self.phases[1]:
             out.append(jax.ShapeDtypeStruct((s.rows * s.k, s.down.splits, s.d), f32))
             out.append(jax.ShapeDtypeStruct((s.rows, s.down8.splits, s.d), f32))
@@ -329,7 +323,7 @@ def t_types(s: Shape) -> list[jax.ShapeDtypeStruct]:
 @lru_cache(maxsize=64)
 def launcher(s: Shape, phases: tuple[bool, bool], round_gates: bool) -> Callable:
     """(plan, x, x8, [t, t8,] weights) -> (t, t8) of the up phase alone, else (y, y8), or both as
-    f32 [``s.sums``, D] if ``s.joint``.
+    f32 [``s.sums`` * R, D] if ``s.joint``.
 
     The kernel counts in the plan's last words and leaves them zero.
     """

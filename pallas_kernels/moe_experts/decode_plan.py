@@ -30,7 +30,8 @@ class Plan:
 @dataclass(frozen=True)
 class PlanLayout:
     """Where things lie in the one int32 array the kernel reads: items, expert, pairs, weights
-    (bits), rows of the shared tiles (-1 where there is none), counters.
+    (bits), rows of the shared tiles (-1 where there is none), counters. Of sums in parts, pairs and
+    rows are where the first K split of the sum lies, as rows of the output [parts, R].
     """
 
     items: int

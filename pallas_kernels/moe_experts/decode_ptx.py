@@ -311,9 +311,9 @@ def make_swiglu(
     return _epilogue(lines, 3, 4)
 
 
-def make_scatter(tokens: int, splits: int, columns: int) -> Callable:
-    """Store f32 sums to out[(plan[rows_at + token] * splits + split) * columns + column], where the
-    row is >= 0.
+def make_scatter(tokens: int, splits: int, columns: int, apart: int | None = None) -> Callable:
+    """Store f32 sums to out[row * columns + column]: row is w * splits + split, or w + split *
+    apart if that is given, of w = plan[rows_at + token] where it is >= 0.
 
     (acc, out, plan; scalars rows_at, split, column of the block)
     """
@@ -324,11 +324,12 @@ def make_scatter(tokens: int, splits: int, columns: int) -> Callable:
         f"mad.lo.u32 a, qi, 2, {rows_at}; mul.wide.u32 pr, a, 4; add.s64 pr, pr, {plan};",
         f"mad.lo.u32 c, wi, 16, gi; add.u32 c, c, {column};",
     ]
+    row = f"r, {splits}, {split}" if apart is None else f"{split}, {apart}, r"
     for j in range(n // 4):
         for i in range(2):
             lines += [
                 f"ld.global.nc.b32 r, [pr+{32 * j + 4 * i}]; setp.ge.s32 live, r, 0;",
-                f"mad.lo.u32 a, r, {splits}, {split}; mad.lo.u32 a, a, {columns}, c;",
+                f"mad.lo.u32 a, {row}; mad.lo.u32 a, a, {columns}, c;",
                 f"mul.wide.u32 po, a, 4; add.s64 po, po, {out};",
                 f"@live st.global.f32 [po], v{4 * j + i};",
                 f"@live st.global.f32 [po+32], v{4 * j + 2 + i};",

@@ -11,6 +11,7 @@ from pallas_kernels.moe_experts import decode_plan as dp
 from pallas_kernels.moe_experts.repack import FP4, FP8, TILE_BLOCKS, Chunk, chunk_columns
 
 MAX_SPLITS = 6  # what the epilogue adds without spilling registers
+JOINT_SLOTS = 32  # the bits of a word
 TUNED = Path(__file__).parents[1] / "tuned" / "nvidia-h200.json"
 
 
@@ -76,6 +77,11 @@ class Part:
         return self.depth // self.splits
 
     @property
+    def tile_rows(self) -> int:
+        """The weights of a tile as rows of 64 words, in each of its ``TILE_BLOCKS`` blocks."""
+        return self.steps * self.chunk.rows
+
+    @property
     def token_rows(self) -> int:
         """The tokens of a chunk as rows of 64 words."""
         return self.chunk.bk * self.tokens // 128
@@ -99,11 +105,12 @@ class Shape:
     limit: float
     blocks: int  # persistent blocks: the GPU's multiprocessors
     tuning: Tuning
-    joint: bool = False  # whether sums are left in parts, of an item for each slot
+    joint: bool = False  # whether sums are left in parts, 0 for slots that reach no expert
 
     def __post_init__(self):
-        if self.joint and self.rows != 1:
-            raise ValueError(f"{self.rows=} must be 1 for sums in parts")
+        if self.joint and not (self.few and self.k <= JOINT_SLOTS):
+            most = f"at most {dp.TILE} and {JOINT_SLOTS} for sums in parts"
+            raise ValueError(f"{self.rows=} and {self.k=} must be {most}")
 
     @property
     def few(self) -> bool:
@@ -112,7 +119,8 @@ class Shape:
 
     @property
     def items(self) -> int:
-        return self.k if self.joint else dp.max_items(self.rows, self.k, self.experts)
+        count = dp.max_items(self.rows, self.k, self.experts)
+        return max(count, self.k) if self.joint else count
 
     @property
     def shared_tokens(self) -> int:
@@ -147,6 +155,11 @@ class Shape:
     @property
     def down8(self) -> Part:
         return self.part(down=True, shared=True)
+
+    @property
+    def rounds(self) -> int:
+        """Down tiles that are about as heavy as one up tile, at least one."""
+        return max(1, round(self.up.tile_rows / self.down.tile_rows))
 
     @property
     def sums(self) -> int:

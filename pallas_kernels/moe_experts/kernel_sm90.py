@@ -3,9 +3,9 @@
 
 Decode: one launch makes a plan (which experts run on which rows) and the token images
 (``decode_arrange``), a persistent one does both projections of every touched expert and of the
-shared one (``decode_kernel``), XLA sums a row's experts. Prefill: XLA sorts the pairs by expert,
-one launch gathers the rows, one a projection multiplies (``prefill_kernel``); XLA runs the shared
-expert and sums.
+shared one (``decode_kernel``), XLA sums a row's experts, or the next launch does
+(``decode_addends``). Prefill: XLA sorts the pairs by expert, one launch gathers the rows, one a
+projection multiplies (``prefill_kernel``); XLA runs the shared expert and sums.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ from pallas_kernels.moe_experts.weights import ExpertWeights
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.quant import dequantized
 
-MOST_PARTS = 24  # that ``mhc_site`` adds
+MOST_PARTS, MOST_ROWS = 24, 7  # that ``mhc_site`` adds, and of how many rows
 
 
 def moe_experts_decode(
@@ -90,13 +90,13 @@ def decode_addends(
     blocks: int = 132,
     tuning: Tuning | None = None,
 ) -> Addends | None:
-    """``moe_experts_decode`` of one row as the sums that it adds: the K splits of its experts, slot
-    by slot, then those of the shared one. A slot that reaches no expert adds expert 0 times 0. None
-    where these are more than ``MOST_PARTS``, for other numbers of rows and for numerics that round
-    between sums.
+    """``moe_experts_decode`` of up to ``MOST_ROWS`` rows as the sums that it adds: the K splits of
+    a row's experts, slot by slot, then those of the shared one. A slot that reaches no expert adds
+    some expert's output times 0. None where these are more than ``MOST_PARTS``, for more rows or
+    none and for numerics that round between sums.
     """
     _check_arguments(x, ids, weights, numerics)
-    if len(x) != 1 or numerics.round_activations:
+    if not 0 < len(x) <= MOST_ROWS or numerics.round_activations:
         return None
     s = _shape(x, ids, packed, experts, width, limit, blocks, tuning)
     if s.sums > MOST_PARTS:

@@ -80,7 +80,9 @@ def test_compiles_without_spills(case, numerics, tmp_path: Path, monkeypatch):
     assert set(sorted(launched)[1:]) == {128 if prefill else 80}, launched
 
 
-@pytest.mark.parametrize(("rows", "parts"), [(1, False), (1, True), (6, False), (32, False)])
+@pytest.mark.parametrize(
+    ("rows", "parts"), [(1, False), (1, True), (6, False), (6, True), (32, False)]
+)
 def test_xla_adds_what_is_not_left_in_parts_and_does_nothing_else(
     rows, parts, tmp_path: Path, monkeypatch
 ):

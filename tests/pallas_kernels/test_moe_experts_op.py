@@ -13,6 +13,7 @@ from dsv41_jax import moe
 from dsv41_jax.config import Config
 from pallas_kernels import dispatch
 from pallas_kernels.addends import Addends
+from pallas_kernels.mhc.site_ptx import MAX_ROWS, MIXES
 from pallas_kernels.moe_experts import cases, kernel_sm90, op, ref, repack
 from pallas_kernels.moe_experts.weights import ExpertWeights
 from pallas_kernels.numerics import FLOAT32, REFERENCE, SERVING
@@ -121,13 +122,13 @@ def test_rows_choose_the_kernel(rows, name, monkeypatch):
         assert all((o["experts"], o["width"]) == (2, 256) for _, o in calls)
 
 
-def test_only_one_row_in_serving_numerics_is_left_in_parts(monkeypatch):
+def test_few_rows_in_serving_numerics_are_left_in_parts(monkeypatch):
     _, _, _, routed, shared = _small()
     packed, launched = repack.pack(routed, shared), []
 
     def launcher(s, phases, rounded):
         launched.append(s)
-        return lambda *_: jnp.arange(s.sums * s.d, dtype=jnp.float32).reshape(s.sums, s.d)
+        return lambda *_: jnp.arange(s.sums * s.rows * s.d, dtype=jnp.float32).reshape(-1, s.d)
 
     monkeypatch.setattr(kernel_sm90, "launcher", launcher)
     monkeypatch.setattr(kernel_sm90, "arrange", lambda s, shared: lambda *_: (s, shared))
@@ -138,18 +139,23 @@ def test_only_one_row_in_serving_numerics_is_left_in_parts(monkeypatch):
     def leaves_parts(rows: int, numerics=SERVING, **options) -> bool:
         x = jnp.ones((rows, 256), jnp.bfloat16)
         options |= {"limit": LIMIT, "numerics": numerics}
-        return isinstance(run(x, *_routing(rows), packed, shared, **options), Addends)
+        y = run(x, *_routing(rows), packed, shared, **options)
+        if isinstance(y, Addends):
+            s = launched[-1]
+            flat = np.arange(s.sums * rows * 256).reshape(s.sums, rows, 256)
+            np.testing.assert_array_equal(y.parts, flat)
+        return isinstance(y, Addends)
 
-    assert leaves_parts(1, parts=True)
-    (s,) = launched
+    assert kernel_sm90.MOST_ROWS == MAX_ROWS and kernel_sm90.MOST_PARTS == MIXES
+    assert all(leaves_parts(rows, parts=True) for rows in (1, 2, MAX_ROWS))
+    s = launched[0]
     assert s.joint and s.sums == 2 * s.down.splits + s.down8.splits
-    assert not leaves_parts(1) and not leaves_parts(2, parts=True)
+    assert not leaves_parts(1) and not leaves_parts(2)
+    assert not leaves_parts(0, parts=True) and not leaves_parts(MAX_ROWS + 1, parts=True)
     assert not leaves_parts(1, REFERENCE, parts=True)
     assert not leaves_parts(1, parts=True, out_dtype=jnp.float32)
     monkeypatch.setattr(kernel_sm90, "MOST_PARTS", s.sums - 1)
     assert not leaves_parts(1, parts=True)
-    with pytest.raises(ValueError, match=r"self.rows=2 must be 1 for sums in parts"):
-        dataclasses.replace(s, rows=2)
     x = jnp.ones((1, 256), jnp.bfloat16)
     y = op.build("reference")(
         x, *_routing(1), routed, shared, limit=LIMIT, numerics=SERVING, parts=True
@@ -159,7 +165,8 @@ def test_only_one_row_in_serving_numerics_is_left_in_parts(monkeypatch):
 
 def test_checks_of_parts_add_them_up():
     x, ids, weights, routed, shared = _small()
-    x, ids, weights = x[:1], jnp.asarray(ids[:1]), jnp.asarray(weights[:1])
+    rows = x, jnp.asarray(ids), jnp.asarray(weights)
+    case = cases.Case(4, cases.Layout("small", 2, 256, 2, 256, 2))
     packed = repack.pack(routed, shared)
 
     def run(share, x, ids, weights, packed, shared, *, parts, **options):
@@ -167,9 +174,12 @@ def test_checks_of_parts_add_them_up():
         return Addends(jnp.stack([0.75 * y, share * y]))
 
     for share in (0.25, 0.5):
-        op_of = partial(run, share)
-        found = cases.in_parts(op_of, x, weights, {"ids": ids}, packed, shared, routed)
-        assert [one.ok for one in found] == [share == 0.25]
+        routes = {"drawn": rows[1]}
+        near, *properties = cases.in_parts(
+            case, 0, partial(run, share), rows, routes, packed, shared, routed
+        )
+        assert near.ok == (share == 0.25)
+        assert len(properties) == 5 and all(one.ok for one in properties)
 
 
 def test_a_models_experts_are_repacked_without_loss():
