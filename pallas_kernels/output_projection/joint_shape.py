@@ -2,16 +2,20 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels.linear.fragment_ptx import UNIT
+from pallas_kernels.linear.fragment_ptx import FRAGMENT, UNIT
 
-WARPS = 4  # of a block; two fit a multiprocessor, where fifteen clusters alone have one to a block
-THREADS = 32 * WARPS
-BLOCKS = 8  # of a cluster
+WARPS = 8  # of a block that multiply; each has one more that asks for its weights
+SIDES = 4  # of them side by side along the outputs of the second half
+WORKERS = 32 * WARPS
+THREADS = 2 * WORKERS
+BLOCKS = 8  # of a part; all of a launch have to run at once, one a multiprocessor
 TOKENS = 8  # rows at most: the N side of a product
 STRIP = 32  # weight rows of a warp: those of a scale, two products
-DEPTH = 4  # units of weights on their way to a warp's registers
-PART = 512  # outputs of the first half that a cluster makes
-SUMMED = 16  # parts of an output, at most
+COLUMNS = 256  # of a strip's weights that come together
+SLOTS = 2  # of such weights on their way to a warp, or waiting for it
+PART = 512  # outputs of the first half that eight blocks make together
+SUMMED = 16  # parts of an output, at most: 128 blocks
+POWERS = 4 * 2 * TOKENS  # bytes of a unit's powers of two, [32-column group][row]
 PAD = 4  # words between the sums of two rows of activations
 SMEM_BYTES = 226 * 1024
 
@@ -21,10 +25,10 @@ class Joint:
     """``rows`` R of ``groups`` G by ``rank`` N outputs of ``k`` inputs each, then ``hidden`` D
     outputs of all G * N.
 
-    A cluster makes one of ``parts`` of the first half's outputs, a block an eighth of those; they
-    are rounded, to FP8 in groups of 32 (AQ32) if ``round``, and go to all blocks of the cluster. Of
-    the second half it takes the columns that are its part, a block an eighth of the outputs, so
-    that each output has ``parts`` addends.
+    Eight blocks make one of ``parts`` of the first half's outputs, each an eighth of those; they
+    are rounded, to FP8 in groups of 32 (AQ32) if ``round``, and go to all eight. Of the second half
+    these take the columns that are their part, a block an eighth of the outputs, so that each
+    output has ``parts`` addends.
     """
 
     rows: int
@@ -39,10 +43,12 @@ class Joint:
             raise ValueError(f"{self.rows=} must be 1 to {TOKENS}")
         if self.rank % PART or self.parts > SUMMED:
             raise ValueError(f"{self.rank=} must be a multiple of {PART}, {SUMMED} in all groups")
-        if self.k % (self.warps_k * UNIT * DEPTH):
-            raise ValueError(f"{self.k=} must be a multiple of {self.warps_k * UNIT * DEPTH}")
-        if self.hidden % (BLOCKS * WARPS * STRIP):
-            raise ValueError(f"{self.hidden=} must be a multiple of {BLOCKS * WARPS * STRIP}")
+        if self.k % (self.warps_k * COLUMNS):
+            raise ValueError(f"{self.k=} must be a multiple of {self.warps_k * COLUMNS}")
+        if self.hidden % (BLOCKS * SIDES * STRIP):
+            raise ValueError(f"{self.hidden=} must be a multiple of {BLOCKS * SIDES * STRIP}")
+        if self.rows * self.hidden > 16 * self.k:
+            raise ValueError(f"{self.rows=} of {self.hidden=} must be at most 16 times {self.k=}")
 
     @property
     def outputs(self) -> int:
@@ -74,26 +80,74 @@ class Joint:
         return self.k // self.warps_k // UNIT
 
     @property
+    def first_slots(self) -> int:
+        """Of a warp in the first half; those of the second follow."""
+        return self.units * UNIT // COLUMNS
+
+    @property
+    def all_slots(self) -> int:
+        return self.first_slots + self.tiles
+
+    @property
+    def fours(self) -> int:
+        """Of rows: a product takes four, each for either 32 columns of a unit."""
+        return -(-self.rows // 4)
+
+    @property
     def tiles(self) -> int:
         """Of 32 weight rows that a warp takes in the second half."""
-        return self.hidden // (BLOCKS * WARPS * STRIP)
+        return self.hidden // (BLOCKS * SIDES * STRIP)
 
     @property
     def pitch(self) -> int:
         return self.block_rows + PAD
 
-    # Places in shared memory, in bytes: inputs, outputs of the first half, sums of its warps.
+    @property
+    def part_bytes(self) -> int:
+        """What the blocks of a part exchange: inputs of the second half and what undoes their
+        powers of two.
+        """
+        return (FRAGMENT + POWERS) * (PART // UNIT)
+
+    # Places in shared memory, in bytes: inputs, later sums of the second half; outputs of the
+    # first, what undoes the powers of two of either, as many zeros as a unit's inputs, sums of the
+    # first half's warps, scales of each warp, its barriers, its slots.
     @property
     def middle(self) -> int:
-        return 2 * TOKENS * self.k
+        return FRAGMENT * (self.k // UNIT)
+
+    @property
+    def powers(self) -> int:
+        return self.middle + FRAGMENT * (PART // UNIT)
+
+    @property
+    def zeros(self) -> int:
+        return self.powers + POWERS * (self.k + PART) // UNIT
 
     @property
     def sums(self) -> int:
-        return self.middle + 2 * TOKENS * PART
+        return self.zeros + FRAGMENT
+
+    @property
+    def scales(self) -> int:
+        return self.sums + 4 * self.warps_k * TOKENS * self.pitch
+
+    @property
+    def warp_scales(self) -> int:
+        """Bytes of a warp's: eight a slot."""
+        return COLUMNS // 32 * self.all_slots
+
+    @property
+    def bars(self) -> int:
+        return self.scales + WARPS * self.warp_scales
+
+    @property
+    def ring(self) -> int:
+        return -(-(self.bars + 16 * WARPS * SLOTS) // 128) * 128
 
     @property
     def words(self) -> int:
-        return self.sums // 4 + self.warps_k * TOKENS * self.pitch
+        return (self.ring + WARPS * SLOTS * STRIP * COLUMNS) // 4
 
 
 def joint(rows: int, groups: int, rank: int, k: int, hidden: int, *, round: bool) -> Joint | None:
@@ -102,8 +156,9 @@ def joint(rows: int, groups: int, rank: int, k: int, hidden: int, *, round: bool
         0 < rows <= TOKENS
         and groups * rank <= SUMMED * PART
         and rank % PART == 0
-        and k % (UNIT * DEPTH * WARPS * STRIP * BLOCKS // PART) == 0
-        and hidden % (BLOCKS * WARPS * STRIP) == 0
+        and k % (COLUMNS * WARPS * STRIP * BLOCKS // PART) == 0
+        and hidden % (BLOCKS * SIDES * STRIP) == 0
+        and rows * hidden <= 16 * k
     )
     made = Joint(rows, groups, rank, k, hidden, round) if fits else None
     return made if made is not None and 4 * made.words <= SMEM_BYTES else None

@@ -58,24 +58,32 @@ def joint_launcher(s: Joint, after: bool = False) -> Callable:
     """(o [R, G * K], codes and scales of wo_a, of wo_b) to parts f32 [P, R, D]; ``after`` as of
     ``launcher``.
     """
-    body = inline_ptx.block(joint_ptx.program(s), gmem=6, smem=1, scalars=2)
+    body = inline_ptx.block(joint_ptx.program(s), gmem=8, smem=1, scalars=2)
 
     def output_projection(*refs):
-        refs = refs[:5] + refs[5 + after :]
+        refs = refs[:6] + refs[6 + after :]
         body(*refs, lax.axis_index("part"), lax.axis_index("rank"))
 
-    return plgpu.kernel(
+    run = plgpu.kernel(
         output_projection,
-        out_type=jax.ShapeDtypeStruct((s.parts, s.rows, s.hidden), jnp.float32),
-        grid=(s.parts,),
-        grid_names=("part",),
-        cluster=(joint_shape.BLOCKS,),
-        cluster_names=("rank",),
+        out_type=(
+            jax.ShapeDtypeStruct((s.parts, s.rows, s.hidden), jnp.float32),
+            jax.ShapeDtypeStruct((s.parts, s.part_bytes // 4), jnp.int32),
+        ),
+        grid=(s.parts, joint_shape.BLOCKS),
+        grid_names=("part", "rank"),
         num_threads=joint_shape.THREADS // 128,
         thread_name="wg",
         scratch_types=(plgpu.SMEM((s.words,), jnp.int32),),
         compiler_params=WARPGROUP,
     )
+
+    def launch(*args: Array) -> Array:
+        # As of ``moe_gate.spread_kernel``: zeroed for all calls of a program in one launch.
+        arrived = jax.new_ref(jnp.zeros(32, jnp.int32))
+        return run(*args[:5], arrived, *args[5:])[0]
+
+    return launch
 
 
 def unfit(o: Array, wo_a: Array | Packed, groups: int, numerics: Numerics) -> str:
@@ -141,8 +149,9 @@ def addends(
     """``op.build_addends``'s contract on an sm_90 GPU; ``ValueError`` for what ``joint_unfit``
     names.
 
-    Codes are finite; a scale above 2^7 gives infinities. A row has the same bits whatever the other
-    rows and their number.
+    Codes are finite; a scale of 2^-127 counts as 0, and inputs below 2^-32 of the largest of their
+    32 columns, those of either half, may be off by 2^-40 of it. A row has the same bits whatever
+    the other rows and their number.
     """
     if reason := joint_unfit(o, wo_a, wo_b, groups, numerics):
         raise ValueError(f"output_projection: {reason}")
