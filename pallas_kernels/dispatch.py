@@ -5,12 +5,16 @@ from collections.abc import Callable, Mapping
 import jax
 
 KINDS = ("auto", "reference", "interpret", "mosaic")
+# Blocks that wait for one another: a GPU with fewer multiprocessors would never run them all.
+MULTIPROCESSORS = 132
 
 
 def on_hopper() -> bool:
-    """Whether the default device is an sm_90 GPU."""
+    """Whether the default device is an sm_90 GPU, as far as it says of ``MULTIPROCESSORS``."""
     device = jax.devices()[0]
-    return device.platform == "gpu" and str(getattr(device, "compute_capability", "")) == "9.0"
+    if device.platform != "gpu" or str(getattr(device, "compute_capability", "")) != "9.0":
+        return False
+    return getattr(device, "core_count", MULTIPROCESSORS) >= MULTIPROCESSORS
 
 
 def choose(op: str, kind: str, implementations: Mapping[str, Callable]) -> Callable:
@@ -30,5 +34,8 @@ def choose(op: str, kind: str, implementations: Mapping[str, Callable]) -> Calla
         )
     if kind == "mosaic" and not on_hopper():
         device = jax.devices()[0].device_kind
-        raise ValueError(f"op {op}: the 'mosaic' kernel needs an sm_90 GPU, this is {device}")
+        raise ValueError(
+            f"op {op}: the 'mosaic' kernel needs an sm_90 GPU, this is {device}; it has to have"
+            f" {MULTIPROCESSORS} multiprocessors"
+        )
     return implementations[kind]

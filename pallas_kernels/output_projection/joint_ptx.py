@@ -86,8 +86,7 @@ def _start(s: Joint) -> list[str]:
         "shr.u32 gi, lane, 2; and.b32 qi, lane, 3; mov.b32 sm, $8; mov.b32 part, $9;",
         "mov.b32 rank, $10;",
         f"and.b32 strip, warp, {s.strips - 1}; div.u32 kpart, warp, {s.strips};",
-        # The strip's rows a of the first half, columns b on: warps read neighbours of a row at a
-        # time, which lie in one page of memory.
+        # The strip's rows a of the first half, columns b on; warps take turns along the columns.
         f"mul.lo.u32 a, part, {PART}; mad.lo.u32 a, rank, {s.block_rows}, a;",
         f"mad.lo.u32 a, strip, {STRIP}, a; mul.lo.u32 b, kpart, {COLUMNS};",
         "cvt.u64.u32 q64, b; add.s64 wp, $1, q64;",

@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -36,6 +37,19 @@ def test_a_kind_asked_for_by_name_never_falls_back(monkeypatch):
 
 def test_a_cpu_is_no_hopper():
     assert dispatch.on_hopper() is False
+
+
+@pytest.mark.parametrize(
+    ("capability", "multiprocessors", "whole"),
+    [("9.0", 132, True), ("9.0", 114, False), ("8.0", 132, False), ("10.0", 148, False)],
+)
+def test_a_part_of_a_hopper_is_none(monkeypatch, capability, multiprocessors, whole):
+    """Kernels whose blocks wait for one another would hang on it."""
+    device = SimpleNamespace(
+        platform="gpu", compute_capability=capability, core_count=multiprocessors
+    )
+    monkeypatch.setattr(dispatch.jax, "devices", lambda: [device])
+    assert dispatch.on_hopper() is whole
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
