@@ -259,8 +259,8 @@ def _zero(s: Joint) -> list[str]:
 
 
 def _exchange(s: Joint) -> list[str]:
-    """The first half's outputs, a row and a group of 32 a warp, to all blocks' shared memory in the
-    order of inputs.
+    """The first half's outputs, a row and a group of 32 a warp, to memory and from there to all
+    blocks of the part, in the order of inputs.
     """
     lines = [
         f"mul.lo.u32 a, kpart, {TOKENS}; and.b32 b, qi, 1; mad.lo.u32 a, b, 2, a;",
