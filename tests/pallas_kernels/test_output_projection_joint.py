@@ -40,6 +40,11 @@ def shape(rows: int, groups: int = 1, *, k: int = 1024, round: bool = True) -> J
     return Joint(rows, groups, 512, k, 1024, round)
 
 
+AGAIN = Joint(
+    2, 1, 1024, 3072, 3072, True
+)  # slots are used again in both halves, two parts a group
+
+
 def matrix(rng, n: int, k: int) -> Fp8Blocks:
     """Small integers times one of four powers of two a block: sums of their products are exact."""
     codes = rng.integers(-15, 16, (n, k)).astype(jnp.float8_e4m3fn)
@@ -140,7 +145,7 @@ def run(s: Joint, o: np.ndarray, a: Fp8Blocks, b: Fp8Blocks, machine=Together) -
     return values[1:-1].reshape(s.parts, s.rows, s.hidden)
 
 
-@pytest.mark.parametrize("s", [shape(7, k=2048), shape(1, 2, round=False)], ids=str)
+@pytest.mark.parametrize("s", [shape(7, k=2048), shape(1, 2, round=False), AGAIN], ids=str)
 def test_parts_add_up_to_the_reference(s, rng):
     """Integers make the grouped half exact, so that both round the same numbers."""
     o, a, b = operands(rng, s)
