@@ -3,6 +3,8 @@
 import struct
 from collections.abc import Callable, Sequence
 
+import jax
+import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils as mu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -15,6 +17,13 @@ BARRIER = 8  # a named barrier that the lowering does not use
 def f32(value: float) -> str:
     """A float32 as PTX writes it, by its bits."""
     return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
+
+
+def counters() -> jax.Ref:
+    """int32 zeros [32] for blocks to count in. One word would be a constant to XLA, copied for each
+    call; more are zeroed for all calls of a program in one launch, and copied in loops alone.
+    """
+    return jax.new_ref(jnp.zeros(32, jnp.int32))
 
 
 def address(ref: ir.Value, bits: int) -> ir.Value:

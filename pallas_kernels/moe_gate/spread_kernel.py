@@ -42,9 +42,7 @@ def moe_gate(
     kind = "two" if bias_vl is not None else "one" if bias.ndim == 1 else "rows"
     s = Spread(rows, d, experts, top_k, scale, kind, flags is not None)
     every = {"bias_vl": bias_vl, "flags": flags}
-    # One word would be a constant to XLA, copied for each call; more are zeroed for all calls of a
-    # program in one launch.
-    counter = jax.new_ref(jnp.zeros(32, jnp.int32))
+    counter = inline_ptx.counters()
     out = launcher(s)(x, weight, bias.reshape(-1), counter, *(every[name] for name in s.extra))
     return out[0], out[1], out[2]
 

@@ -96,6 +96,7 @@ CHECKED = (
     *(Case(rows, both=True) for rows in (1, 3, 8)),
     Case(8, numerics="serving", both=True),
     Case(2, heads=16, groups=2, hidden=2048, both=True),
+    replace(rank_of(8, 7), both=True),
 )
 CORNERS = (
     Case(1, 8, 64, 2, 64, 256),

@@ -79,7 +79,6 @@ def _start(s: Joint) -> list[str]:
     """``wp``, ``wn``: the warp's first weights of either half, ``put``: where this thread's first
     sums of the second go in shared memory.
     """
-    outputs = s.hidden // BLOCKS
     return [
         "mov.u32 tid, %tid.x; and.b32 lane, tid, 31;",
         f"bfe.u32 warp, tid, 5, {WARPS.bit_length() - 1};",
@@ -93,13 +92,13 @@ def _start(s: Joint) -> list[str]:
         f"mul.wide.u32 q64, a, {s.k}; add.s64 wp, wp, q64;",
         # And of the second.
         f"and.b32 side, warp, {SIDES - 1}; shr.u32 half, warp, {SIDES.bit_length() - 1};",
-        f"mul.lo.u32 a, rank, {outputs}; mad.lo.u32 a, side, {s.tiles * STRIP}, a;",
+        f"mul.lo.u32 a, rank, {s.block_outputs}; mad.lo.u32 a, side, {s.tiles * STRIP}, a;",
         f"mul.wide.u32 q64, a, {s.outputs}; add.s64 wn, $3, q64; mul.lo.u32 b, part, {PART};",
         f"mad.lo.u32 b, half, {COLUMNS}, b; cvt.u64.u32 q64, b; add.s64 wn, wn, q64;",
         # Sums of either half: of rows 2 (q % 2) on and 16 outputs, which ``_join`` leaves here.
         "setp.ge.u32 upper, qi, 2; and.b32 c, qi, 1; shr.u32 d, qi, 1;",
         f"mul.lo.u32 b, half, {s.rows};",
-        f"mad.lo.u32 b, c, 2, b; mul.lo.u32 b, b, {outputs}; mad.lo.u32 a, d, 16, gi;",
+        f"mad.lo.u32 b, c, 2, b; mul.lo.u32 b, b, {s.block_outputs}; mad.lo.u32 a, d, 16, gi;",
         f"mad.lo.u32 a, side, {s.tiles * STRIP}, a; add.u32 b, b, a; mad.lo.u32 put, b, 4, sm;",
         "shr.u32 c, gi, 2; setp.eq.u32 live, c, d; mov.f32 nil, 0f00000000;",
         # Inputs: four threads take a unit b of a row.
@@ -152,8 +151,8 @@ def _keep(s: Joint, first: int) -> list[str]:
 
 
 def _slot(s: Joint, name: str, label: str) -> list[str]:
-    """The units of the slot whose turn it is; sums of the one before are there or, behind a
-    ``label`` of the second half, none.
+    """The units of the slot whose turn it is. The first half also adds the last products of the
+    slot before; in the second they are of another tile.
     """
     lines = [
         *ring.wait(name),
@@ -279,13 +278,12 @@ def _exchange(s: Joint) -> list[str]:
         f"mul.wide.u32 ep, part, {s.part_bytes}; add.s64 ep, ep, $7;",
         "mul.wide.u32 cp, part, 4; add.s64 cp, cp, $5;",
     ]
-    groups = s.block_rows // STRIP
-    for first in range(0, s.rows * groups, WARPS):
+    for first in range(0, s.rows * s.strips, WARPS):
         label = f"SENT{first}"
         lines += [
-            f"add.u32 a, warp, {first}; setp.ge.u32 p, a, {s.rows * groups}; @p bra {label};",
+            f"add.u32 a, warp, {first}; setp.ge.u32 p, a, {s.rows * s.strips}; @p bra {label};",
             # Row c of activations, output b of the block, those from d on of the part.
-            f"div.u32 c, a, {groups}; mul.lo.u32 b, c, {groups}; sub.u32 b, a, b;",
+            f"div.u32 c, a, {s.strips}; mul.lo.u32 b, c, {s.strips}; sub.u32 b, a, b;",
             f"mul.lo.u32 b, b, {STRIP}; mad.lo.u32 d, rank, {s.block_rows}, b; add.u32 b, b, lane;",
             f"mad.lo.u32 a, c, {s.pitch}, b; shl.b32 a, a, 2; add.u32 a, a, sm;",
             f"ld.shared.f32 y0, [a+{s.sums}];",
@@ -357,12 +355,12 @@ def _second_half(s: Joint) -> list[str]:
 
 def _put(s: Joint) -> list[str]:
     """The sums of a tile to shared memory, those of live rows; steps to the next."""
-    lines, outputs = ["and.b32 b, qi, 1;"], s.hidden // BLOCKS
+    lines = ["and.b32 b, qi, 1;"]
     for i in range(0, 8 * s.fours, 8):
         for row in range(i // 2, min(i // 2 + 2, s.rows)):
             lines.append(f"mad.lo.u32 a, b, 2, {row}; setp.lt.u32 p, a, {s.rows};")
             for eight in range(2):
-                at = 4 * (row * outputs + 8 * eight)
+                at = 4 * (row * s.block_outputs + 8 * eight)
                 lines.append(f"@p st.shared.f32 [put+{at}], acc{i + row % 2 + 2 * eight};")
     return [
         *lines,
@@ -372,10 +370,11 @@ def _put(s: Joint) -> list[str]:
 
 def _store(s: Joint) -> list[str]:
     """Sums over all columns of the part, four outputs a thread."""
-    outputs = s.hidden // BLOCKS
-    each = outputs // 4  # vectors of a row
+    each = s.block_outputs // 4  # vectors of a row
     lines = [f"mul.lo.u32 a, part, {s.rows}; mul.wide.u32 ep, a, {4 * s.hidden};"]
-    lines += [f"mul.wide.u32 q64, rank, {4 * outputs}; add.s64 ep, ep, q64; add.s64 ep, ep, $6;"]
+    lines += [
+        f"mul.wide.u32 q64, rank, {4 * s.block_outputs}; add.s64 ep, ep, q64; add.s64 ep, ep, $6;"
+    ]
     for first in range(0, s.rows * each, WORKERS):
         label = f"KEPT{first}"
         lines += [
@@ -383,7 +382,7 @@ def _store(s: Joint) -> list[str]:
             "mad.lo.u32 b, a, 16, sm; ld.shared.v4.f32 {acc0,acc1,acc2,acc3}, [b];",
         ]
         for half in range(1, WARPS // SIDES):
-            at = 4 * half * s.rows * outputs
+            at = 4 * half * s.rows * s.block_outputs
             lines.append(f"ld.shared.v4.f32 {{acc4,acc5,acc6,acc7}}, [b+{at}];")
             lines += [f"add.f32 acc{i}, acc{i}, acc{4 + i};" for i in range(4)]
         lines += [

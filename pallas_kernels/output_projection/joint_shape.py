@@ -75,14 +75,14 @@ class Joint:
         return WARPS // self.strips
 
     @property
-    def units(self) -> int:
-        """Of a warp in the first half."""
-        return self.k // self.warps_k // UNIT
+    def block_outputs(self) -> int:
+        """Of the second half."""
+        return self.hidden // BLOCKS
 
     @property
     def first_slots(self) -> int:
         """Of a warp in the first half; those of the second follow."""
-        return self.units * UNIT // COLUMNS
+        return self.k // self.warps_k // COLUMNS
 
     @property
     def all_slots(self) -> int:

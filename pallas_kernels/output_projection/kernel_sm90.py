@@ -71,7 +71,7 @@ def joint_launcher(s: Joint, after: bool = False) -> Callable:
             jax.ShapeDtypeStruct((s.parts, s.part_bytes // 4), jnp.int32),
         ),
         grid=(s.parts, joint_shape.BLOCKS),
-        grid_names=("part", "rank"),
+        grid_names=("part", "rank"),  # the last is the fastest: a part's blocks start in a row
         num_threads=joint_shape.THREADS // 128,
         thread_name="wg",
         scratch_types=(plgpu.SMEM((s.words,), jnp.int32),),
@@ -79,9 +79,7 @@ def joint_launcher(s: Joint, after: bool = False) -> Callable:
     )
 
     def launch(*args: Array) -> Array:
-        # As of ``moe_gate.spread_kernel``: zeroed for all calls of a program in one launch.
-        arrived = jax.new_ref(jnp.zeros(32, jnp.int32))
-        return run(*args[:5], arrived, *args[5:])[0]
+        return run(*args[:5], inline_ptx.counters(), *args[5:])[0]
 
     return launch
 
