@@ -30,12 +30,21 @@ def address(ref: ir.Value, bits: int) -> ir.Value:
     return llvm.ptrtoint(ir.IntegerType.get_signless(bits), mu.memref_ptr(ref))
 
 
-def block(lines: Sequence[str], *, gmem: int, smem: int, scalars: int) -> Callable:
+def block(
+    lines: Sequence[str],
+    *,
+    gmem: int,
+    smem: int,
+    scalars: int,
+    boxes: Sequence[tuple[int, tuple[int, int], int]] = (),
+) -> Callable:
     """A function of ``gmem`` GMEM references, ``smem`` SMEM references and int32 ``scalars`` that
-    runs ``lines``; the operands are ``$0``, ``$1`` ... in this order (64, 32 and 32 bits).
+    runs ``lines``; the operands are ``$0``, ``$1`` ... in this order (64, 32 and 32 bits), then the
+    address of a tensor map for each of ``boxes``: a GMEM reference's number, how many rows and
+    columns of it a copy takes, the bytes of its swizzle.
     """
     ptx = "{\n" + "\n".join(lines) + "\n}"
-    constraints = ",".join(["l"] * gmem + ["r"] * (smem + scalars))
+    constraints = ",".join(["l"] * gmem + ["r"] * (smem + scalars) + ["l"] * len(boxes))
 
     @plgpu.inline_mgpu(
         arg_types=(*[plgpu.RefType()] * (gmem + smem), *[SCALAR] * scalars), return_type=()
@@ -44,6 +53,10 @@ def block(lines: Sequence[str], *, gmem: int, smem: int, scalars: int) -> Callab
         operands = [address(ref, 64) for ref in args[:gmem]]
         operands += [address(ref, 32) for ref in args[gmem : gmem + smem]]
         operands += [value.registers.item() for value in args[gmem + smem :]]
+        for number, box, swizzle in boxes:
+            # Mosaic makes maps for its own copies alone; pinned by tests/h200.
+            desc = ctx._get_tma_desc(args[number], (), None, box, swizzle, None)
+            operands.append(llvm.ptrtoint(ir.IntegerType.get_signless(64), desc))
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
             operands,

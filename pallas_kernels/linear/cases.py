@@ -145,11 +145,11 @@ def xla_path(x: Array, weights: tuple[Fp8Blocks, ...]) -> tuple[Array, ...]:
 def problem(case: Case, impl: str, seed: int) -> Problem | None:
     if impl != "pallas":
         return None if case.early else timed(case, partial(_waiting, norm=case.norm), seed)
-    from pallas_kernels.linear import kernel_sm90, skinny_shape
+    from pallas_kernels.linear import kernel_sm90
 
     if case.norm:
-        s = skinny_shape.tuned(case.rows, case.k, case.outputs, norm=EPS)
-        return timed(case, chained(kernel_sm90.skinny_launcher(s, after=True), _weight(case)), seed)
+        s = kernel_sm90.few(case.rows, case.k, case.outputs, norm=EPS)
+        return timed(case, chained(kernel_sm90.few_launcher(s, after=True), _weight(case)), seed)
     options = {"early": case.early, "after": True}
     launch = kernel_sm90.launcher(case.rows, case.k, case.outputs, **options)
     return timed(case, chained(launch), seed)

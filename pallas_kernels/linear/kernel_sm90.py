@@ -12,9 +12,19 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import inline_ptx
-from pallas_kernels.linear import arrange_ptx, broad_ptx, broad_shape, skinny_ptx, skinny_shape
+from pallas_kernels.linear import (
+    arrange_ptx,
+    broad_ptx,
+    broad_shape,
+    skinny_ptx,
+    skinny_shape,
+    stream_ptx,
+    stream_shape,
+)
+from pallas_kernels.linear.box_ptx import COLUMNS, STRIP
 from pallas_kernels.linear.broad_shape import Broad
 from pallas_kernels.linear.skinny_shape import MAX_K, ROWS, Skinny
+from pallas_kernels.linear.stream_shape import Stream
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.quant import Fp8Blocks, Fp8Rows, Packed
@@ -55,11 +65,10 @@ def linears(
 ) -> tuple[Array, ...]:
     """``op.build_many``'s contract on an sm_90 GPU; ``ValueError`` for what ``unfit`` names.
 
-    Codes are finite; a scale above 2^7 gives infinities. Up to 4 rows it does not, but one of
+    Codes are finite; a scale above 2^7 gives infinities. Up to 32 rows it does not, but one of
     2^-127 counts as 0, and inputs below 2^-32 of the largest of their 32 columns may be off by
-    2^-40 of it. A row's bits depend on whether there are up to 4 rows and on how ``tuned`` of
-    ``skinny_shape`` (up to 128 rows) or ``broad_shape`` splits K for this number of rows, and on
-    nothing else.
+    2^-40 of it. A row's bits depend on whether there are up to 32 rows and on how ``few`` (up to
+    128 rows) or ``broad_shape.tuned`` splits K for this number of rows, and on nothing else.
 
     ``early``, up to 128 rows: weights are read before the kernel ahead has ended. Only for weights
     that no earlier kernel of the program writes.
@@ -105,7 +114,7 @@ def normed_linears(
     rows, outputs = prod(lead), tuple(w.shape[0] for w in weights)
     if numerics.round_activations or not 0 < rows <= ROWS:
         return linears(rms_norm(x, norm, eps), weights, numerics=numerics, early=early)
-    launch = skinny_launcher(skinny_shape.tuned(rows, k, outputs, norm=eps, early=early))
+    launch = few_launcher(few(rows, k, outputs, norm=eps, early=early))
     results = launch(x.reshape(rows, k), *_planes(weights), norm)
     return tuple(y.reshape(*lead, n) for y, n in zip(results, outputs, strict=True))
 
@@ -128,21 +137,54 @@ def launcher(
     the kernel does not read, but that has to be there.
     """
     if rows <= ROWS:
-        return skinny_launcher(skinny_shape.tuned(rows, k, outputs, wide=wide, early=early), after)
+        return few_launcher(few(rows, k, outputs, wide=wide, early=early), after)
     return broad_launcher(broad_shape.tuned(rows, k, outputs, wide), after)
 
 
+def few(
+    rows: int,
+    k: int,
+    outputs: tuple[int, ...],
+    *,
+    wide: bool = False,
+    early: bool = False,
+    norm: float | None = None,
+) -> Stream | Skinny:
+    """The launch for up to 128 rows; ``early`` is what ``Stream`` cannot be."""
+    options = {"wide": wide, "norm": norm}
+    streamed = None if early else stream_shape.tuned(rows, k, outputs, **options)
+    return streamed or skinny_shape.tuned(rows, k, outputs, early=early, **options)
+
+
+def few_program(s: Stream | Skinny, words: str, cluster: str, maps: int) -> list[str]:
+    """With named operands: SMEM words, the cluster's number, the first tensor map."""
+    if isinstance(s, Stream):
+        return stream_ptx.program(s, words, cluster, maps)
+    return skinny_ptx.program(s, words, cluster)
+
+
+def boxes(s: Stream | Skinny) -> list[tuple[int, tuple[int, int], int]]:
+    """Tensor maps that ``few_program`` takes, by the number of their operand."""
+    if isinstance(s, Skinny):
+        return []
+    box = STRIP, COLUMNS
+    return [(1 + 2 * m, box, COLUMNS) for m in range(len(s.outputs))]
+
+
 @lru_cache(maxsize=256)
-def skinny_launcher(s: Skinny, after: bool = False) -> Callable:
+def few_launcher(s: Stream | Skinny, after: bool = False) -> Callable:
     """``launcher`` for up to ``ROWS`` rows; a norm's weight comes behind the matrices."""
     inputs, count, normed = 1 + 2 * len(s.outputs), len(s.outputs), s.norm is not None
-    body = inline_ptx.block(skinny_ptx.program(s), gmem=inputs + count + normed, smem=1, scalars=1)
+    operands = inputs + count + normed
+    program = few_program(s, f"${operands}", f"${operands + 1}", operands + 2)
+    body = inline_ptx.block(program, gmem=operands, smem=1, scalars=1, boxes=boxes(s))
+    early = isinstance(s, Skinny) and s.early
 
     def linear_few_rows(*refs):
         norm, refs = refs[inputs : inputs + normed], refs[:inputs] + refs[inputs + normed + after :]
         *refs, words = refs
         body(*refs, *norm, words, lax.axis_index("tile"))
-        if s.early:
+        if early:
             plgpu.griddepcontrol_wait()  # asks for the launch attribute; the body has waited
 
     return plgpu.kernel(
@@ -154,6 +196,8 @@ def skinny_launcher(s: Skinny, after: bool = False) -> Callable:
         grid_names=("tile",),
         cluster=(s.splits,),
         cluster_names=("part",),
+        num_threads=s.threads // 128,
+        thread_name="wg",
         scratch_types=(plgpu.SMEM((s.words,), jnp.int32),),
         compiler_params=WARPGROUP,
     )

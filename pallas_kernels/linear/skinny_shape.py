@@ -57,6 +57,10 @@ class Skinny:
             raise ValueError(f"{4 * self.words} bytes of shared memory must fit {SMEM_BYTES}")
 
     @property
+    def threads(self) -> int:
+        return THREADS
+
+    @property
     def units(self) -> int:
         """Of a split; the last splits may have fewer columns."""
         return -(-self.k // (UNIT * self.splits))

@@ -1,334 +1,285 @@
-"""Both halves of the output projection as one PTX program: FP8 weights go through shared memory
-(``joint_ring_ptx``) to operand registers and become f16 (``linear.halves_ptx``), rows of
-activations are the N side of products, four of them twice. Threads whose column belongs to the
-other 32-column group than their bytes load zeros, which are in shared memory once.
+"""Both halves of the output projection as one PTX program: each warp has a stream of boxes of FP8
+weights (``linear.box_ptx``), rows of activations are the N side of products.
 
-A warp's weights are one stream: the first of the second half are on their way while outputs of the
-first half go through memory to the blocks of their part, which count each other.
+The first boxes of the second half are on their way while outputs of the first half go through
+memory to the blocks of their part, which count each other.
 """
 
 from pallas_kernels.inline_ptx import BARRIER
-from pallas_kernels.linear.fragment_ptx import FRAGMENT, STEPS, UNIT, vector
-from pallas_kernels.linear.halves_ptx import (
-    BIAS,
-    HIGHEST,
-    MMA,
-    TOP,
-    decode,
-    raise_group,
-    to_halves,
-)
-from pallas_kernels.output_projection import joint_ring_ptx as ring
+from pallas_kernels.linear import box_ptx
+from pallas_kernels.linear.box_ptx import BOX, COLUMNS, COPY, GROUP, GROUPS, INPUTS, POWERS, STRIP
+from pallas_kernels.linear.fragment_ptx import PIN, divide, vector
+from pallas_kernels.linear.halves_ptx import BIAS, HIGHEST, TOP
 from pallas_kernels.output_projection.grouped_ptx import round_outputs
 from pallas_kernels.output_projection.joint_shape import (
     BLOCKS,
-    COLUMNS,
     PART,
-    POWERS,
     SIDES,
-    STRIP,
+    SLOTS,
+    THREADS,
     TOKENS,
     WARPS,
-    WORKERS,
     Joint,
 )
 
-BATCH = 16  # loads of inputs that a thread has on their way
-AT_ONCE = 8 * WARPS  # units of a row that a load takes
-UNITS = COLUMNS // UNIT  # of a slot
-FEWER = 1 << 16  # parts are
-SUMS, STORED = "SUMS", "STORED"  # where branches lead that no block takes
 INVERSE = 2 * BIAS << 23  # less a power of two: its inverse
-SYNC = f"barrier.sync {BARRIER}, {WORKERS};"
+SYNC = f"barrier.sync {BARRIER}, {THREADS};"
 
 
 def program(s: Joint) -> list[str]:
     """Operands: o, codes and scales of both halves, a zeroed counter for each part, parts out, what
-    blocks exchange (GMEM), SMEM bytes, part, rank in it.
+    blocks exchange (GMEM), SMEM bytes, part, rank in it, tensor maps of both halves' codes.
     """
-    lines = [*_registers(s), *_start(s), *ring.start(s)]
-    lines += [f"setp.lt.u32 p, tid, {WORKERS}; @p bra WORK;", *ring.copy(s), "WORK:"]
-    lines += [*_fetch(s, 0), *ring.load_scales(s)]
-    for first in range(0, len(_passes(s)), BATCH):
-        lines += _fetch(s, first) if first else []
-        lines += [_fence(first, SUMS), *_keep(s, first)]
-    lines += [*ring.store_scales(s), SYNC, *_first_half(s), *_exchange(s), *_second_half(s)]
-    lines.append("END:")
-    return [line for text in lines for line in text.strip().splitlines()]
-
-
-def _fence(n: int, label: str) -> str:
-    """Nothing is moved past this n-th branch, which no block takes: ``part`` is small."""
-    return f"setp.eq.u32 p, part, {FEWER + n}; @p bra.uni {label};"
+    return [
+        *_registers(s),
+        *_start(s),
+        # Behind all those weights these would come last, and nothing can begin.
+        *[line for n in range(_passes(s)) for line in _fetch(s, n)],
+        *_load_scales(s),
+        PIN,
+        *_ask(s),
+        *[line for n in range(_passes(s)) for line in _keep(s, n)],
+        *_store_scales(s),
+        SYNC,
+        *_first_half(s),
+        *_exchange(s),
+        *_gather(s),
+        *_second_half(s),
+        *_store(s),
+    ]
 
 
 def _registers(s: Joint) -> list[str]:
-    twice = 2 * s.fours  # of two units in turn
+    passes = _passes(s)
     return [
-        ".reg .b32 tid,lane,warp,gi,qi,sm,rank,part,strip,kpart,side,half,spot,undo,at,step;",
-        ".reg .b32 middle,pk,nx,put,slot,full,last,par,from,size,sc,left,scale,own,a,b,c,d,t0,t1;",
-        f".reg .b32 z<3>,x<32>,v<{8 * twice}>,w<{8 * BATCH}>,r0_<16>,r1_<16>;",
-        f".reg .b32 e<{ring.first_loads(s)}>,f<{ring.second_loads(s)}>; .reg .b16 h<2>;",
-        f".reg .f32 acc<{8 * s.fours}>,c<{8 * twice}>,k<{2 * twice}>,y<2>,lo,hi,nil,up<{BATCH}>;",
-        ".reg .b64 wp,wn,src,other,q64,xp,ep,cp;",
-        ".reg .pred p,q,more,big,live,upper,in,got;",
+        ".reg .b32 tid, lane, warp, gi, qi, sm, rank, part, strip, kpart, side, half, ring, bar;",
+        ".reg .b32 slot, full, par, row0, column, next, row1, column1, edge, left, put, first, fk;",
+        ".reg .b32 spot, undo, group, i, j, e, z<3>, t0, t1;",
+        f".reg .b32 w<{4 * max(passes, 3)}>, b<{_loads(GROUPS * s.first_boxes)}>;",
+        f".reg .b32 f<{_loads(_second_groups(s))}>; .reg .b64 desc, other, xp, ep, cp, wide;",
+        f".reg .pred p, q, one, big, live, got, more, on<{passes}>;",
+        f".reg .f32 up<{passes}>, y<2>, lo, hi;",
+        box_ptx.registers(1),
     ]
 
 
 def _start(s: Joint) -> list[str]:
-    """``wp``, ``wn``: the warp's first weights of either half, ``put``: where this thread's first
-    sums of the second go in shared memory.
+    """``row0``, ``column``: the warp's first box of the first half, ``row1``, ``column1``: of the
+    second. Four threads take a group of a row of o: where it is, ``xp``, and comes to, ``spot``.
     """
     return [
-        "mov.u32 tid, %tid.x; and.b32 lane, tid, 31;",
-        f"bfe.u32 warp, tid, 5, {WARPS.bit_length() - 1};",
+        "mov.u32 tid, %tid.x; and.b32 lane, tid, 31; shr.u32 warp, tid, 5;",
         "shr.u32 gi, lane, 2; and.b32 qi, lane, 3; mov.b32 sm, $8; mov.b32 part, $9;",
-        "mov.b32 rank, $10;",
-        f"and.b32 strip, warp, {s.strips - 1}; div.u32 kpart, warp, {s.strips};",
-        # The strip's rows a of the first half, columns b on; warps take turns along the columns.
-        f"mul.lo.u32 a, part, {PART}; mad.lo.u32 a, rank, {s.block_rows}, a;",
-        f"mad.lo.u32 a, strip, {STRIP}, a; mul.lo.u32 b, kpart, {COLUMNS};",
-        "cvt.u64.u32 q64, b; add.s64 wp, $1, q64;",
-        f"mul.wide.u32 q64, a, {s.k}; add.s64 wp, wp, q64;",
-        # And of the second.
-        f"and.b32 side, warp, {SIDES - 1}; shr.u32 half, warp, {SIDES.bit_length() - 1};",
-        f"mul.lo.u32 a, rank, {s.block_outputs}; mad.lo.u32 a, side, {s.tiles * STRIP}, a;",
-        f"mul.wide.u32 q64, a, {s.outputs}; add.s64 wn, $3, q64; mul.lo.u32 b, part, {PART};",
-        f"mad.lo.u32 b, half, {COLUMNS}, b; cvt.u64.u32 q64, b; add.s64 wn, wn, q64;",
-        # Sums of either half: of rows 2 (q % 2) on and 16 outputs, which ``_join`` leaves here.
-        "setp.ge.u32 upper, qi, 2; and.b32 c, qi, 1; shr.u32 d, qi, 1;",
-        f"mul.lo.u32 b, half, {s.rows};",
-        f"mad.lo.u32 b, c, 2, b; mul.lo.u32 b, b, {s.block_outputs}; mad.lo.u32 a, d, 16, gi;",
-        f"mad.lo.u32 a, side, {s.tiles * STRIP}, a; add.u32 b, b, a; mad.lo.u32 put, b, 4, sm;",
-        "shr.u32 c, gi, 2; setp.eq.u32 live, c, d; mov.f32 nil, 0f00000000;",
-        # Inputs: four threads take a unit b of a row.
-        f"mad.lo.u32 b, warp, 8, gi; mad.lo.u32 spot, b, {FRAGMENT}, sm;",
-        "mad.lo.u32 spot, qi, 16, spot;",
-        f"mad.lo.u32 undo, b, {POWERS}, sm; mad.lo.u32 undo, d, {POWERS // 2}, undo;",
-        f"setp.lt.u32 in, b, {(s.k // UNIT - 1) % AT_ONCE + 1};",
-        f"div.u32 d, part, {s.parts // s.groups}; mul.lo.u32 d, d, {s.k};",
-        f"mad.lo.u32 d, b, {UNIT}, d; mad.lo.u32 d, qi, 16, d;",
-        "mul.wide.u32 xp, d, 2; add.s64 xp, xp, $0;",
-        f"and.b32 c, tid, {WORKERS - 1}; mad.lo.u32 c, c, {FRAGMENT // WORKERS}, sm;",
-        *[f"st.shared.f32 [c+{s.zeros + at}], nil;" for at in range(0, FRAGMENT // WORKERS, 4)],
+        "mov.b32 rank, $10; mov.b64 desc, $11; mov.b64 other, $12;",
+        f"and.b32 strip, warp, {s.strips - 1}; {divide('kpart', 'warp', s.strips)}",
+        f"mul.lo.u32 row0, part, {PART}; mad.lo.u32 row0, rank, {s.block_rows}, row0;",
+        f"mad.lo.u32 row0, strip, {STRIP}, row0;",
+        f"mul.lo.u32 column, kpart, {s.first_boxes * COLUMNS};",
+        f"and.b32 side, warp, {SIDES - 1}; {divide('half', 'warp', SIDES)}",
+        f"mul.lo.u32 row1, rank, {s.block_outputs};",
+        f"mad.lo.u32 row1, side, {s.tiles * STRIP}, row1; mul.lo.u32 column1, part, {PART};",
+        f"mad.lo.u32 column1, half, {s.tile_boxes * COLUMNS}, column1;",
+        f"add.u32 edge, column1, {s.tile_boxes * COLUMNS};",
+        f"add.u32 ring, sm, {s.bars + 8 * WARPS * SLOTS + 1023}; and.b32 ring, ring, 0xFFFFFC00;",
+        f"mad.lo.u32 ring, warp, {SLOTS * BOX}, ring;",
+        f"mad.lo.u32 bar, warp, {8 * SLOTS}, sm; add.u32 bar, bar, {s.bars};",
+        f"shr.u32 e, tid, 2; {divide('group', 'e', s.span)} and.b32 e, e, {s.span - 1};",
+        f"setp.lt.u32 live, e, {s.rows}; mad.lo.u32 i, group, {TOKENS}, e;",
+        "mad.lo.u32 spot, i, 64, sm; mad.lo.u32 spot, qi, 16, spot; mad.lo.u32 undo, i, 4, sm;",
+        f"div.u32 j, part, {s.parts // s.groups}; mad.lo.u32 j, e, {s.groups}, j;",
+        f"mul.lo.u32 j, j, {s.k}; mad.lo.u32 j, group, {GROUP}, j; mad.lo.u32 j, qi, 8, j;",
+        "mul.wide.u32 xp, j, 2; add.s64 xp, xp, $0;",
     ]
 
 
-def _passes(s: Joint) -> list[tuple[str, int, int]]:
-    """Loads of inputs: a guard where a row has no more units, row, first unit."""
-    units = s.k // UNIT
+def _passes(s: Joint) -> int:
+    """Loads of o by a thread."""
+    return -(-s.k // (GROUP * s.abreast))
+
+
+def _fetch(s: Joint, n: int) -> list[str]:
+    """``on``: there is such a group and row."""
+    inside = (n + 1) * s.abreast * GROUP <= s.k
     return [
-        ("" if first + AT_ONCE <= units else "@in ", row, first)
-        for row in range(s.rows)
-        for first in range(0, units, AT_ONCE)
+        f"add.u32 j, group, {n * s.abreast};",
+        f"mov.pred on{n}, live;" if inside else f"setp.lt.and.u32 on{n}, j, {s.k // GROUP}, live;",
+        f"@on{n} ld.global.v4.b32 {vector('w', 4 * n)}, [xp+{2 * GROUP * s.abreast * n}];",
     ]
 
 
-def _fetch(s: Joint, first: int) -> list[str]:
-    lines = []
-    for i, (guard, row, unit) in enumerate(_passes(s)[first : first + BATCH]):
-        at = 2 * (s.groups * s.k * row + UNIT * unit)
-        for half in range(2):
-            w = vector("w", 8 * i + 4 * half)
-            lines.append(f"{guard}ld.global.v4.b32 {w}, [xp+{at + 16 * half}];")
-    return lines
+def _keep(s: Joint, n: int) -> list[str]:
+    """What ``_fetch`` loaded, as f16 times a power of two, and what undoes it."""
+    at = n * s.abreast
+    return [
+        *box_ptx.raise_group(n),
+        f"setp.eq.and.u32 p, qi, 0, on{n};",
+        f"@p st.shared.b32 [undo+{s.powers + POWERS * at}], t0;",
+        *box_ptx.to_halves(n),
+        f"@on{n} st.shared.v4.b32 [spot+{INPUTS * at}], {vector('w', 4 * n)};",
+    ]
 
 
-def _keep(s: Joint, first: int) -> list[str]:
-    """What ``_fetch`` loaded to shared memory, as each thread will load it: [unit][half][row][quad
-    thread][16 bytes].
-    """
-    lines, tasks = [], _passes(s)[first : first + BATCH]
-    for i, (guard, row, unit) in enumerate(tasks):
-        at = s.powers + POWERS * unit + 4 * row
-        lines += [*raise_group(i), f"{guard}st.shared.b32 [undo+{at}], t0;"]
-    for i, (guard, row, unit) in enumerate(tasks):
-        lines += to_halves(i)
-        for half in range(2):
-            at, w = FRAGMENT * unit + 64 * row + 512 * half, vector("w", 8 * i + 4 * half)
-            lines.append(f"{guard}st.shared.v4.b32 [spot+{at}], {w};")
-    return lines
+def _loads(count: int) -> int:
+    return -(-count // 32)
 
 
-def _slot(s: Joint, name: str, label: str) -> list[str]:
-    """The units of the slot whose turn it is. The first half also adds the last products of the
-    slot before; in the second they are of another tile.
-    """
+def _second_groups(s: Joint) -> int:
+    return GROUPS * s.tiles * s.tile_boxes
+
+
+def _load_scales(s: Joint) -> list[str]:
+    """A warp's, a group a lane and register: of the first half, then tile by tile."""
+    groups = GROUPS * s.tile_boxes
     lines = [
-        *ring.wait(name),
-        f"mad.lo.u32 from, gi, {COLUMNS}, slot; mad.lo.u32 from, qi, 16, from;",
-        *_codes(0),
+        f"shr.u32 i, row0, 5; mul.lo.u32 i, i, {s.k // GROUP}; shr.u32 j, column, 5;",
+        "add.u32 i, i, j; add.u32 i, i, lane; cvt.u64.u32 wide, i; add.s64 wide, wide, $2;",
     ]
-    for u in range(UNITS):
-        lines += _codes(u + 1) if u + 1 < UNITS else []
-        lines += [*_unit(s, u), *(_add(s, u - 1) if u or label == SUMS else [])]
-        lines.append(_fence(1000 + 1000 * (label == SUMS) + u, label))
-    return [*lines, *ring.leave()]
-
-
-def _codes(u: int) -> list[str]:
-    """A unit's codes of rows g, g + 8, g + 16 and g + 24."""
-    return [
-        f"ld.shared.v4.b32 {vector(f'r{u % 2}_', 4 * r)}, [from+{UNIT * u + 8 * COLUMNS * r}];"
-        for r in range(4)
+    for n in range(_loads(GROUPS * s.first_boxes)):
+        lines.append(
+            f"{_within(GROUPS * s.first_boxes - 32 * n)}ld.global.u8 b{n}, [wide+{32 * n}];"
+        )
+    lines += [
+        f"shr.u32 i, row1, 5; {divide('e', 'lane', groups)} add.u32 i, i, e;",
+        f"mul.lo.u32 i, i, {s.outputs // GROUP}; shr.u32 j, column1, 5; add.u32 i, i, j;",
+        f"and.b32 j, lane, {groups - 1}; add.u32 i, i, j; cvt.u64.u32 wide, i;",
+        "add.s64 wide, wide, $4;",
     ]
-
-
-def _unit(s: Joint, u: int) -> list[str]:
-    """c = a unit of 32 weight rows times its inputs, those at ``at``, which goes on."""
-    lines = [f"ld.shared.u8 scale, [sc+{2 * u}]; shl.b32 scale, scale, 23;"]
-    lines += decode(f"r{u % 2}_", "x", 2)
-    for e in range(s.fours):
-        own = u % 2 * s.fours + e
-        for half in range(2):
-            v = vector("v", 8 * own + 4 * half)
-            lines.append(f"ld.shared.v4.b32 {v}, [at+{512 * half + 256 * e}];")
-        lines.append(f"ld.shared.v2.f32 {vector('k', 2 * own, 2)}, [pk+{POWERS * u + 16 * e}];")
-        lines += [f"mul.f32 k{i}, k{i}, scale;" for i in (2 * own, 2 * own + 1)]
-        for step in range(STEPS):
-            for m in range(2):
-                x, v = vector("x", 16 * m + 4 * step), vector("v", 8 * own + 2 * step, 2)
-                c = vector("c", 8 * own + 4 * m)
-                lines.append(f"{MMA} {c}, {x}, {v}, {c if step else '{nil,nil,nil,nil}'};")
-    return [*lines, "add.u32 at, at, step;"]
-
-
-def _sums(s: Joint, each: int) -> list[int]:
-    """The ``each`` first of any four rows' eight, without those that are of no live row."""
-    return [i for i in range(8 * s.fours) if i % 8 < each and i // 8 * 4 + i % 2 < s.rows]
-
-
-def _add(s: Joint, slot: int) -> list[str]:
-    """acc += the products of ``slot``, which are there once the next unit's are on their way."""
-    lines = []
-    for i in _sums(s, 8):
-        n = 8 * s.fours * (slot % 2) + i
-        lines.append(f"fma.rn.f32 acc{i}, c{n}, k{n // 8 * 2 + n % 2}, acc{i};")
+    for n in range(_loads(_second_groups(s))):
+        at = 32 // groups * (s.outputs // GROUP) * n
+        lines.append(f"{_within(_second_groups(s) - 32 * n)}ld.global.u8 f{n}, [wide+{at}];")
     return lines
 
 
-def _join(s: Joint) -> list[str]:
-    """Sums over both column groups: of 16 weight rows in this thread, of the others in the one that
-    has their other part.
-    """
-    lines = []
-    for i in _sums(s, 4):
-        lines += [
-            f"selp.f32 lo, acc{i}, acc{i + 4}, upper; selp.f32 hi, acc{i + 4}, acc{i}, upper;",
-            f"shfl.sync.bfly.b32 lo, lo, 2, 31, 0xffffffff; add.f32 acc{i}, hi, lo;",
-        ]
+def _store_scales(s: Joint) -> list[str]:
+    """To shared memory, in the order of boxes; ``sc``: those of the first."""
+    first = GROUPS * s.first_boxes
+    lines = [
+        f"mad.lo.u32 sc, warp, {s.warp_scales}, sm; add.u32 sc, sc, {s.scales};",
+        "add.u32 i, sc, lane;",
+    ]
+    for n in range(_loads(first)):
+        lines.append(f"{_within(first - 32 * n)}st.shared.u8 [i+{32 * n}], b{n};")
+    for n in range(_loads(_second_groups(s))):
+        guard = _within(_second_groups(s) - 32 * n)
+        lines.append(f"{guard}st.shared.u8 [i+{first + 32 * n}], f{n};")
     return lines
 
 
-def _inputs(s: Joint) -> list[str]:
-    """``at``, ``pk``: this thread's inputs of unit b, or zeros in banks that others leave, and what
-    undoes the powers of two of its columns.
+def _within(count: int) -> str:
+    return f"setp.lt.u32 p, lane, {count}; @p " if count < 32 else ""
+
+
+def _ask(s: Joint) -> list[str]:
+    """A warp's barriers and its first boxes."""
+    first = min(SLOTS, s.all_boxes)
+    lines = ["mov.b32 next, 0; elect.sync i|one, 0xffffffff;"]
+    lines += [f"@one mbarrier.init.shared::cta.b64 [bar+{8 * i}], 1;" for i in range(first)]
+    lines.append("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
+    for i in range(first):
+        lines += _copy(s, f"ring+{BOX * i}", f"bar+{8 * i}", "one")
+    return [*lines, PIN]
+
+
+def _copy(s: Joint, slot: str, full: str, guard: str) -> list[str]:
+    """The box whose turn it is to ``slot``, and where the ``next`` one is: of the first half
+    further along the inputs, of the second at the end of a tile in the tile below.
     """
     return [
-        f"and.b32 a, gi, 3; mad.lo.u32 a, a, 4, qi; mul.lo.u32 at, b, {FRAGMENT};",
-        "mad.lo.u32 at, a, 16, at; shr.u32 a, qi, 1;",
-        f"@!live mad.lo.u32 at, a, 32, {s.zeros}; add.u32 at, at, sm;",
-        f"mad.lo.u32 pk, b, {POWERS}, sm; mad.lo.u32 pk, a, {POWERS // 2}, pk;",
-        f"and.b32 a, qi, 1; mad.lo.u32 pk, a, 8, pk; add.u32 pk, pk, {s.powers};",
+        f"@{guard} mbarrier.arrive.expect_tx.shared::cta.b64 _, [{full}], {BOX};",
+        f"@{guard} {COPY} [{slot}], [desc, {{column, row0}}], [{full}];",
+        f"add.u32 column, column, {COLUMNS}; setp.ge.u32 q, next, {s.first_boxes};",
+        f"setp.eq.and.u32 q, column, edge, q; @q add.u32 row0, row0, {STRIP};",
+        "@q mov.b32 column, column1;",
+        f"add.u32 next, next, 1; setp.eq.u32 q, next, {s.first_boxes}; @q mov.b64 desc, other;",
+        "@q mov.b32 column, column1; @q mov.b32 row0, row1;",
+    ]
+
+
+def _box(s: Joint, label: str) -> list[str]:
+    """The box whose turn it is, once it has come; the next in its place."""
+    refill = [
+        f"{PIN} elect.sync i|one, 0xffffffff; setp.lt.and.u32 p, next, {s.all_boxes}, one;",
+        *_copy(s, "slot", "full", "p"),
+    ]
+    return [
+        f"{label}: mbarrier.try_wait.parity.shared::cta.b64 got, [full], par; @!got bra {label};",
+        *box_ptx.box(1, refill),
+        f"add.u32 slot, slot, {BOX}; add.u32 full, full, 8; sub.u32 i, full, bar;",
+        f"setp.eq.u32 p, i, {8 * SLOTS}; @p xor.b32 par, par, 1; @p mov.b32 slot, ring;",
+        "@p mov.b32 full, bar;",
     ]
 
 
 def _first_half(s: Joint) -> list[str]:
-    """All units of the warp; meanwhile the first of the second half are asked for."""
+    """All boxes of the warp, then its sums to shared memory: [warp along the inputs][row][weight
+    row of the block].
+    """
+    groups = GROUPS * s.first_boxes
     lines = [
-        *_zero(s),
-        f"mul.lo.u32 b, kpart, {UNITS};",
-        *_inputs(s),
-        f"selp.b32 step, {FRAGMENT}, 0, live;",
-        # What the first unit adds as the one before it.
-        *[f"mov.f32 c{i}, nil;" for i in range(8 * s.fours, 16 * s.fours)],
-        *[f"mov.f32 k{i}, nil;" for i in range(2 * s.fours, 4 * s.fours)],
-    ]
-    lines += [f"mov.b32 left, {s.first_slots};", "FIRST:", *_slot(s, "FULL", SUMS)]
-    lines += [
-        f"add.u32 pk, pk, {POWERS * UNITS * s.warps_k};",
-        f"mad.lo.u32 at, step, {UNITS * (s.warps_k - 1)}, at;",
+        "mov.b32 slot, ring; mov.b32 full, bar; mov.b32 par, 0;",
+        f"mul.lo.u32 at, kpart, {INPUTS * groups}; mad.lo.u32 at, lane, 16, at;",
+        f"add.u32 at, at, sm; mad.lo.u32 pk, kpart, {POWERS * groups}, sm;",
+        f"mad.lo.u32 pk, qi, 8, pk; add.u32 pk, pk, {s.powers};",
+        *box_ptx.place(),
+        *box_ptx.start(1),
+        f"mov.b32 left, {s.first_boxes};",
+        "FIRST:",
+        *_box(s, "FULL"),
         "sub.u32 left, left, 1; setp.ne.u32 more, left, 0; @more bra FIRST;",
+        *box_ptx.last(1),
+        f"mul.lo.u32 i, kpart, {TOKENS}; mad.lo.u32 i, qi, 2, i; mul.lo.u32 i, i, {s.pitch};",
+        f"mad.lo.u32 i, strip, {STRIP}, i; {_own_row('i')} mad.lo.u32 i, i, 4, sm;",
     ]
-    return [*lines, *_add(s, UNITS - 1), f"{SUMS}:", *_join(s)]
+    for n in range(8):
+        at = n % 2 * s.pitch + 8 * (n // 2)
+        lines.append(f"st.shared.f32 [i+{s.sums + 4 * at}], acc{n};")
+    return lines
 
 
-def _zero(s: Joint) -> list[str]:
-    return [f"mov.f32 acc{i}, nil;" for i in range(8 * s.fours)]
+def _own_row(name: str) -> str:
+    """Adds this thread's first weight row."""
+    return (
+        f"and.b32 e, gi, 3; mad.lo.u32 {name}, e, 2, {name}; shr.u32 e, gi, 2;"
+        f" add.u32 {name}, {name}, e;"
+    )
 
 
 def _exchange(s: Joint) -> list[str]:
-    """The first half's outputs, a row and a group of 32 a warp, to memory and from there to all
-    blocks of the part, in the order of inputs.
+    """The first half's outputs, a row and a group of 32 a warp, to memory in the order of inputs;
+    the block counts once all of them are there.
     """
     lines = [
-        f"mul.lo.u32 a, kpart, {TOKENS}; and.b32 b, qi, 1; mad.lo.u32 a, b, 2, a;",
-        f"mul.lo.u32 a, a, {s.pitch}; and.b32 b, warp, {s.strips - 1};",
-        f"mad.lo.u32 a, b, {STRIP}, a; shr.u32 b, qi, 1; mad.lo.u32 a, b, 16, a;",
-        f"add.u32 a, a, gi; shl.b32 a, a, 2; add.u32 a, a, sm; add.u32 a, a, {s.sums};",
-    ]
-    for i in _sums(s, 4):
-        place = (i // 8 * 4 + i % 2) * s.pitch + 8 * (i % 4 // 2)
-        lines.append(f"st.shared.f32 [a+{4 * place}], acc{i};")
-    lines += [
         SYNC,
-        # Where the value of a lane's column is in a unit of the second half's inputs.
-        f"shr.u32 own, lane, 4; bfe.u32 a, lane, 3, 1; mad.lo.u32 own, a, {FRAGMENT // 32}, own;",
-        "and.b32 a, lane, 7; shl.b32 own, own, 4; mad.lo.u32 own, a, 2, own;",
         f"mul.wide.u32 ep, part, {s.part_bytes}; add.s64 ep, ep, $7;",
         "mul.wide.u32 cp, part, 4; add.s64 cp, cp, $5;",
     ]
     for first in range(0, s.rows * s.strips, WARPS):
         label = f"SENT{first}"
         lines += [
-            f"add.u32 a, warp, {first}; setp.ge.u32 p, a, {s.rows * s.strips}; @p bra {label};",
-            # Row c of activations, output b of the block, those from d on of the part.
-            f"div.u32 c, a, {s.strips}; mul.lo.u32 b, c, {s.strips}; sub.u32 b, a, b;",
-            f"mul.lo.u32 b, b, {STRIP}; mad.lo.u32 d, rank, {s.block_rows}, b; add.u32 b, b, lane;",
-            f"mad.lo.u32 a, c, {s.pitch}, b; shl.b32 a, a, 2; add.u32 a, a, sm;",
-            f"ld.shared.f32 y0, [a+{s.sums}];",
+            f"add.u32 i, warp, {first}; setp.ge.u32 p, i, {s.rows * s.strips}; @p bra {label};",
+            # Row e of activations, group j of the block, then of the part.
+            f"{divide('e', 'i', s.strips)} and.b32 j, i, {s.strips - 1};",
+            f"mul.lo.u32 i, e, {s.pitch}; mad.lo.u32 i, j, {STRIP}, i; add.u32 i, i, lane;",
+            f"mad.lo.u32 i, i, 4, sm; ld.shared.f32 y0, [i+{s.sums}];",
         ]
         for n in range(1, s.warps_k):
-            lines.append(f"ld.shared.f32 y1, [a+{s.sums + 4 * n * TOKENS * s.pitch}];")
+            lines.append(f"ld.shared.f32 y1, [i+{s.sums + 4 * n * TOKENS * s.pitch}];")
             lines.append("add.f32 y0, y0, y1;")
         lines += [
             "cvt.rn.bf16.f32 h0, y0;",
             *_raise_outputs(s),
-            f"shr.u32 a, d, 6; mad.lo.u32 b, a, {FRAGMENT}, own; mad.lo.u32 b, c, 64, b;",
-            f"and.b32 a, d, {STRIP}; add.u32 b, b, a; cvt.u64.u32 q64, b;",
-            "add.s64 q64, q64, ep; st.global.b16 [q64], h0;",
-            f"shr.u32 a, d, 5; mul.lo.u32 a, a, {POWERS // 2}; mad.lo.u32 a, c, 4, a;",
-            "cvt.u64.u32 q64, a; add.s64 q64, q64, ep; setp.eq.u32 p, lane, 0;",
-            f"@p st.global.b32 [q64+{FRAGMENT * (PART // UNIT)}], z2;",
+            f"mad.lo.u32 j, rank, {s.strips}, j; mul.lo.u32 i, j, {INPUTS};",
+            "mad.lo.u32 i, e, 64, i; mad.lo.u32 i, lane, 2, i; cvt.u64.u32 wide, i;",
+            "add.s64 wide, wide, ep; st.global.b16 [wide], h0;",
+            f"mul.lo.u32 i, j, {POWERS}; mad.lo.u32 i, e, 4, i; cvt.u64.u32 wide, i;",
+            "add.s64 wide, wide, ep; setp.eq.u32 p, lane, 0;",
+            f"@p st.global.b32 [wide+{INPUTS * (PART // GROUP)}], z2;",
             f"{label}:",
         ]
-    return [*lines, *_gather(s)]
-
-
-def _gather(s: Joint) -> list[str]:
-    """The part's inputs of the second half, once all its blocks have stored theirs; the last one to
-    see that leaves the counter as it was.
-    """
-    vectors = s.part_bytes // 16
-    lines = [
-        f"{SYNC} setp.ne.u32 p, tid, 0; @p bra ARRIVED; fence.acq_rel.gpu;",
-        "atom.acq_rel.gpu.global.add.u32 a, [cp], 1;",
-        f"ARRIVE: ld.acquire.gpu.global.b32 a, [cp]; setp.lt.u32 q, a, {BLOCKS}; @q bra ARRIVE;",
-        f"atom.acq_rel.gpu.global.add.u32 a, [cp], 1; setp.eq.u32 q, a, {2 * BLOCKS - 1};",
-        f"mov.b32 a, 0; @q st.global.b32 [cp], a; ARRIVED: {SYNC}",
-        "mul.wide.u32 q64, tid, 16; add.s64 ep, ep, q64; mad.lo.u32 b, tid, 16, sm;",
+    return [
+        *lines,
+        f"{SYNC} setp.eq.u32 p, tid, 0; @p red.release.gpu.global.add.u32 [cp], 1;",
     ]
-    inputs = FRAGMENT * (PART // UNIT)
-    for first in range(0, vectors, WORKERS):
-        guard = f"setp.lt.u32 p, tid, {vectors - first}; @p " if vectors - first < WORKERS else ""
-        w = vector("w", 4 * (first // WORKERS))
-        lines.append(f"{guard}ld.global.cg.v4.b32 {w}, [ep+{16 * first}];")
-    for first in range(0, vectors, WORKERS):
-        guard = f"setp.lt.u32 p, tid, {vectors - first}; @p " if vectors - first < WORKERS else ""
-        w = vector("w", 4 * (first // WORKERS))
-        at = s.middle if 16 * first < inputs else s.powers + POWERS * (s.k // UNIT) - inputs
-        lines.append(f"{guard}st.shared.v4.b32 [b+{at + 16 * first}], {w};")
-    return [*lines, SYNC]
 
 
 def _raise_outputs(s: Joint) -> list[str]:
@@ -345,50 +296,82 @@ def _raise_outputs(s: Joint) -> list[str]:
     return [*lines, "shl.b32 z0, z0, 16; mul.f32 y0, z0, z1; cvt.rn.f16.f32 h0, y0;"]
 
 
+def _gather(s: Joint) -> list[str]:
+    """The part's inputs of the second half, once all its blocks have stored theirs."""
+    vectors = s.part_bytes // 16
+    lines = [
+        "setp.ne.u32 p, tid, 0; @p bra ARRIVED;",
+        f"ARRIVE: ld.acquire.gpu.global.b32 i, [cp]; setp.lt.u32 q, i, {BLOCKS}; @q bra ARRIVE;",
+        f"ARRIVED: {SYNC}",
+        "mul.wide.u32 wide, tid, 16; add.s64 ep, ep, wide; mad.lo.u32 j, tid, 16, sm;",
+    ]
+    some = [(n, _below(vectors - n * THREADS)) for n in range(-(-vectors // THREADS))]
+    for n, guard in some:
+        w = vector("w", 4 * n)
+        lines.append(f"{guard}ld.global.cg.v4.b32 {w}, [ep+{16 * THREADS * n}];")
+    for n, guard in some:
+        w = vector("w", 4 * n)
+        lines.append(f"{guard}st.shared.v4.b32 [j+{s.middle + 16 * THREADS * n}], {w};")
+    return [*lines, SYNC]
+
+
+def _below(count: int) -> str:
+    return f"setp.lt.u32 p, tid, {count}; @p " if count < THREADS else ""
+
+
 def _second_half(s: Joint) -> list[str]:
-    """Tile after tile of 32 outputs, a part of their columns a warp."""
-    lines = [f"mad.lo.u32 b, half, {UNITS}, {s.k // UNIT};", *_inputs(s), "mov.b32 middle, at;"]
-    lines += [f"mov.b32 left, {s.tiles};", "SECOND:", *_zero(s), "mov.b32 at, middle;"]
-    lines += [*_slot(s, "FULL_AGAIN", STORED), *_add(s, UNITS - 1), f"{STORED}:", *_join(s)]
-    return [*lines, *_put(s), "@more bra SECOND;", SYNC, *_store(s)]
-
-
-def _put(s: Joint) -> list[str]:
-    """The sums of a tile to shared memory, those of live rows; steps to the next."""
-    lines = ["and.b32 b, qi, 1;"]
-    for i in range(0, 8 * s.fours, 8):
-        for row in range(i // 2, min(i // 2 + 2, s.rows)):
-            lines.append(f"mad.lo.u32 a, b, 2, {row}; setp.lt.u32 p, a, {s.rows};")
-            for eight in range(2):
-                at = 4 * (row * s.block_outputs + 8 * eight)
-                lines.append(f"@p st.shared.f32 [put+{at}], acc{i + row % 2 + 2 * eight};")
+    """Tile after tile of 32 outputs, a part of their columns a warp; sums to shared memory: [part
+    of the columns][row][output of the block].
+    """
+    groups, powers = GROUPS * s.tile_boxes, s.middle + INPUTS * (PART // GROUP)
+    lines = [
+        f"mad.lo.u32 first, half, {INPUTS * groups}, sm; mad.lo.u32 first, lane, 16, first;",
+        f"add.u32 first, first, {s.middle}; mad.lo.u32 fk, half, {POWERS * groups}, sm;",
+        f"mad.lo.u32 fk, qi, 8, fk; add.u32 fk, fk, {powers};",
+        f"mul.lo.u32 put, half, {s.rows}; mad.lo.u32 put, qi, 2, put;",
+        f"mul.lo.u32 put, put, {s.put_pitch}; mad.lo.u32 put, side, {s.tiles * STRIP}, put;",
+        f"{_own_row('put')} mad.lo.u32 put, put, 4, sm; mov.b32 left, {s.tiles};",
+        "SECOND: mov.b32 at, first; mov.b32 pk, fk;",
+        *box_ptx.start(1),
+    ]
+    for n in range(s.tile_boxes):
+        lines += _box(s, f"FULL{n}")
+    lines += box_ptx.last(1)
+    for row in range(2):
+        lines.append(f"mad.lo.u32 i, qi, 2, {row}; setp.lt.u32 p, i, {s.rows};")
+        for n in range(row, 8, 2):
+            at = row * s.put_pitch + 8 * (n // 2)
+            lines.append(f"@p st.shared.f32 [put+{4 * at}], acc{n};")
     return [
         *lines,
         f"add.u32 put, put, {4 * STRIP}; sub.u32 left, left, 1; setp.ne.u32 more, left, 0;",
+        "@more bra SECOND;",
     ]
 
 
 def _store(s: Joint) -> list[str]:
     """Sums over all columns of the part, four outputs a thread."""
     each = s.block_outputs // 4  # vectors of a row
-    lines = [f"mul.lo.u32 a, part, {s.rows}; mul.wide.u32 ep, a, {4 * s.hidden};"]
-    lines += [
-        f"mul.wide.u32 q64, rank, {4 * s.block_outputs}; add.s64 ep, ep, q64; add.s64 ep, ep, $6;"
+    lines = [
+        f"{SYNC} mul.lo.u32 i, part, {s.rows}; mul.wide.u32 ep, i, {4 * s.hidden};",
+        f"mul.wide.u32 wide, rank, {4 * s.block_outputs}; add.s64 ep, ep, wide;",
+        "add.s64 ep, ep, $6;",
     ]
-    for first in range(0, s.rows * each, WORKERS):
+    for first in range(0, s.rows * each, THREADS):
         label = f"KEPT{first}"
         lines += [
-            f"add.u32 a, tid, {first}; setp.ge.u32 p, a, {s.rows * each}; @p bra {label};",
-            "mad.lo.u32 b, a, 16, sm; ld.shared.v4.f32 {acc0,acc1,acc2,acc3}, [b];",
+            f"add.u32 i, tid, {first}; setp.ge.u32 p, i, {s.rows * each}; @p bra {label};",
+            f"div.u32 e, i, {each}; mul.lo.u32 j, e, {each}; sub.u32 j, i, j;",
+            f"mul.lo.u32 i, e, {4 * s.put_pitch}; mad.lo.u32 i, j, 16, i; add.u32 i, i, sm;",
+            "ld.shared.v4.f32 {acc0,acc1,acc2,acc3}, [i];",
         ]
         for half in range(1, WARPS // SIDES):
-            at = 4 * half * s.rows * s.block_outputs
-            lines.append(f"ld.shared.v4.f32 {{acc4,acc5,acc6,acc7}}, [b+{at}];")
-            lines += [f"add.f32 acc{i}, acc{i}, acc{4 + i};" for i in range(4)]
+            at = 4 * half * s.rows * s.put_pitch
+            lines.append(f"ld.shared.v4.f32 {{acc4,acc5,acc6,acc7}}, [i+{at}];")
+            lines += [f"add.f32 acc{n}, acc{n}, acc{4 + n};" for n in range(4)]
         lines += [
-            f"div.u32 c, a, {each}; mul.lo.u32 d, c, {each}; sub.u32 d, a, d;",
-            f"mul.lo.u32 c, c, {s.hidden}; mad.lo.u32 c, d, 4, c; mul.wide.u32 q64, c, 4;",
-            "add.s64 q64, q64, ep; st.global.v4.f32 [q64], {acc0,acc1,acc2,acc3};",
+            f"mul.lo.u32 e, e, {s.hidden}; mad.lo.u32 e, j, 4, e; mul.wide.u32 wide, e, 4;",
+            "add.s64 wide, wide, ep; st.global.v4.f32 [wide], {acc0,acc1,acc2,acc3};",
             f"{label}:",
         ]
     return lines

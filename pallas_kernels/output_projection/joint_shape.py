@@ -2,20 +2,16 @@
 
 from dataclasses import dataclass
 
-from pallas_kernels.linear.fragment_ptx import FRAGMENT, UNIT
+from pallas_kernels.linear.box_ptx import BOX, COLUMNS, GROUP, GROUPS, INPUTS, POWERS, STRIP
 
-WARPS = 8  # of a block that multiply; each has one more that asks for its weights
+WARPS = 8  # of a block
 SIDES = 4  # of them side by side along the outputs of the second half
-WORKERS = 32 * WARPS
-THREADS = 2 * WORKERS
+THREADS = 32 * WARPS
 BLOCKS = 8  # of a part, which wait for one another, so that these have to start together
 TOKENS = 8  # rows at most: the N side of a product
-STRIP = 32  # weight rows of a warp: those of a scale, two products
-COLUMNS = 256  # of a strip's weights that come together
-SLOTS = 2  # of such weights on their way to a warp, or waiting for it
+SLOTS = 4  # of boxes on their way to a warp, or waiting for it
 PART = 512  # outputs of the first half that eight blocks make together
 SUMMED = 16  # parts of an output, at most: 128 blocks
-POWERS = 4 * 2 * TOKENS  # bytes of a unit's powers of two, [32-column group][row]
 PAD = 4  # words between the sums of two rows of activations
 SMEM_BYTES = 226 * 1024
 
@@ -47,8 +43,10 @@ class Joint:
             raise ValueError(f"{self.k=} must be a multiple of {self.warps_k * COLUMNS}")
         if self.hidden % (BLOCKS * SIDES * STRIP):
             raise ValueError(f"{self.hidden=} must be a multiple of {BLOCKS * SIDES * STRIP}")
-        if self.rows * self.hidden > 16 * self.k:
-            raise ValueError(f"{self.rows=} of {self.hidden=} must be at most 16 times {self.k=}")
+        if 4 * WARPS // SIDES * self.rows * self.put_pitch > self.powers:
+            raise ValueError(f"sums of {self.rows=} of {self.hidden=} must fit {self.k=} inputs")
+        if 4 * self.words > SMEM_BYTES:
+            raise ValueError(f"{4 * self.words} bytes of shared memory must fit {SMEM_BYTES}")
 
     @property
     def outputs(self) -> int:
@@ -80,53 +78,62 @@ class Joint:
         return self.hidden // BLOCKS
 
     @property
-    def first_slots(self) -> int:
-        """Of a warp in the first half; those of the second follow."""
-        return self.k // self.warps_k // COLUMNS
-
-    @property
-    def all_slots(self) -> int:
-        return self.first_slots + self.tiles
-
-    @property
-    def fours(self) -> int:
-        """Of rows: a product takes four, each for either 32 columns of a unit."""
-        return -(-self.rows // 4)
-
-    @property
     def tiles(self) -> int:
         """Of 32 weight rows that a warp takes in the second half."""
-        return self.hidden // (BLOCKS * SIDES * STRIP)
+        return self.block_outputs // (SIDES * STRIP)
+
+    @property
+    def first_boxes(self) -> int:
+        """Of a warp in the first half; those of the second follow."""
+        return self.k // (self.warps_k * COLUMNS)
+
+    @property
+    def tile_boxes(self) -> int:
+        return PART * SIDES // (WARPS * COLUMNS)
+
+    @property
+    def all_boxes(self) -> int:
+        return self.first_boxes + self.tiles * self.tile_boxes
+
+    @property
+    def span(self) -> int:
+        """Rows that quads of threads load side by side: a power of two."""
+        return 1 << (self.rows - 1).bit_length()
+
+    @property
+    def abreast(self) -> int:
+        """Groups of columns of each of these rows that the block loads at once."""
+        return THREADS // 4 // self.span
 
     @property
     def pitch(self) -> int:
         return self.block_rows + PAD
 
     @property
+    def put_pitch(self) -> int:
+        return self.block_outputs + PAD
+
+    @property
     def part_bytes(self) -> int:
         """What the blocks of a part exchange: inputs of the second half and what undoes their
         powers of two.
         """
-        return (FRAGMENT + POWERS) * (PART // UNIT)
+        return (INPUTS + POWERS) * (PART // GROUP)
 
-    # Places in shared memory, in bytes: inputs, later sums of the second half; outputs of the
-    # first, what undoes the powers of two of either, as many zeros as a unit's inputs, sums of the
-    # first half's warps, scales of each warp, its barriers, its slots.
-    @property
-    def middle(self) -> int:
-        return FRAGMENT * (self.k // UNIT)
-
+    # Places in shared memory, in bytes: inputs, later sums of the second half; what undoes their
+    # powers of two; what blocks exchange; sums of the first half's warps; scales of each warp; its
+    # barriers; from the next multiple of 1024 on its slots.
     @property
     def powers(self) -> int:
-        return self.middle + FRAGMENT * (PART // UNIT)
+        return INPUTS * (self.k // GROUP)
 
     @property
-    def zeros(self) -> int:
-        return self.powers + POWERS * (self.k + PART) // UNIT
+    def middle(self) -> int:
+        return self.powers + POWERS * (self.k // GROUP)
 
     @property
     def sums(self) -> int:
-        return self.zeros + FRAGMENT
+        return self.middle + self.part_bytes
 
     @property
     def scales(self) -> int:
@@ -134,8 +141,8 @@ class Joint:
 
     @property
     def warp_scales(self) -> int:
-        """Bytes of a warp's: eight a slot."""
-        return COLUMNS // 32 * self.all_slots
+        """Bytes of a warp's."""
+        return GROUPS * self.all_boxes
 
     @property
     def bars(self) -> int:
@@ -143,22 +150,17 @@ class Joint:
 
     @property
     def ring(self) -> int:
-        return -(-(self.bars + 16 * WARPS * SLOTS) // 128) * 128
+        """At most: the slots begin at a multiple of 1024, which the other places may not."""
+        return self.bars + 8 * WARPS * SLOTS + 1016
 
     @property
     def words(self) -> int:
-        return (self.ring + WARPS * SLOTS * STRIP * COLUMNS) // 4
+        return (self.ring + WARPS * SLOTS * BOX) // 4
 
 
 def joint(rows: int, groups: int, rank: int, k: int, hidden: int, *, round: bool) -> Joint | None:
     """The launch for these sizes; None if the kernel has none."""
-    fits = (
-        0 < rows <= TOKENS
-        and groups * rank <= SUMMED * PART
-        and rank % PART == 0
-        and k % (COLUMNS * WARPS * STRIP * BLOCKS // PART) == 0
-        and hidden % (BLOCKS * SIDES * STRIP) == 0
-        and rows * hidden <= 16 * k
-    )
-    made = Joint(rows, groups, rank, k, hidden, round) if fits else None
-    return made if made is not None and 4 * made.words <= SMEM_BYTES else None
+    try:
+        return Joint(rows, groups, rank, k, hidden, round)
+    except ValueError:
+        return None

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import inline_ptx
 from pallas_kernels.addends import Addends
+from pallas_kernels.linear.box_ptx import COLUMNS, STRIP
 from pallas_kernels.numerics import Numerics
 from pallas_kernels.output_projection import joint_ptx, joint_shape
 from pallas_kernels.output_projection.grouped_ptx import program
@@ -58,7 +59,8 @@ def joint_launcher(s: Joint, after: bool = False) -> Callable:
     """(o [R, G * K], codes and scales of wo_a, of wo_b) to parts f32 [P, R, D]; ``after`` as of
     ``launcher``.
     """
-    body = inline_ptx.block(joint_ptx.program(s), gmem=8, smem=1, scalars=2)
+    boxes = [(codes, (STRIP, COLUMNS), COLUMNS) for codes in (1, 3)]
+    body = inline_ptx.block(joint_ptx.program(s), gmem=8, smem=1, scalars=2, boxes=boxes)
 
     def output_projection(*refs):
         refs = refs[:6] + refs[6 + after :]

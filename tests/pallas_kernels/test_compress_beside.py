@@ -10,13 +10,18 @@ import pytest
 
 from pallas_kernels.compress import beside_sm90, op
 from pallas_kernels.compress.store_shape import Job
+from pallas_kernels.linear import kernel_sm90 as linear_sm90
 from pallas_kernels.linear import ref as linear_ref
+from pallas_kernels.linear import stream_shape
 from pallas_kernels.linear.skinny_shape import Skinny
+from pallas_kernels.linear.stream_shape import Stream
 from pallas_kernels.numerics import REFERENCE, SERVING
 from pallas_kernels.quant import Fp8Blocks
 from tests.pallas_kernels import test_compress_kernel as stores
-from tests.pallas_kernels.ptx_machine import COLLECTIVE, OPERATIONS, Cluster
+from tests.pallas_kernels.ptx_machine import COLLECTIVE, OPERATIONS
 from tests.pallas_kernels.ptx_strict import Guarded
+from tests.pallas_kernels.ptx_tensor import FIRST, Map
+from tests.pallas_kernels.test_linear_stream import Machine
 from tests.pallas_kernels.test_mhc_kernel import FLOATS
 
 BF16, EPS = jnp.bfloat16, 1e-6
@@ -38,11 +43,12 @@ def branches(lines: list[str]) -> tuple[list[str], list[str]]:
     between = lines[closed[0] + 1 : opened[1]]
     assert lines[1].endswith("@beside bra BESIDE;") and between[0] == "bra.uni DONE;"
     assert lines[closed[1] + 1 :] == ["DONE:"]
-    store = [lines[0], *between[1:], *lines[opened[1] + 1 : closed[1]]]
+    store = [lines[0], *between[1:], *lines[opened[1] + 1 :]]
+    store.remove("}")
     return lines[opened[0] + 1 : closed[0]], store
 
 
-def on_host(s: Skinny, jobs: tuple[Job, ...]):
+def on_host(s: Stream | Skinny, jobs: tuple[Job, ...]):
     """``beside_sm90.launcher`` on the host."""
     product, store = branches(beside_sm90.program(s, jobs))
     count = len(s.outputs)
@@ -54,16 +60,24 @@ def on_host(s: Skinny, jobs: tuple[Job, ...]):
         at = [memory.place(x) for x in arrays]
         places = [memory.place(x) for x in outs]
         addresses = [*at[: 1 + 2 * count], *places, *at[1 + 2 * count :], 0]
+        boxes = linear_sm90.boxes(s)
+        maps = [Map(addresses[n], arrays[n].shape, *box) for n, *box in boxes]
         clusters = s.grid - (-sum(job.blocks for job in jobs) // s.splits)
         for cluster in reversed(range(clusters)):
-            machine = Cluster(
+            machine = Machine(
                 product if cluster < s.grid else store,
                 memory,
-                threads=128,
+                threads=s.threads,
                 shared=4 * s.words,
-                operands=lambda _, cluster=cluster: [*addresses, cluster],
+                operands=lambda _, cluster=cluster: [
+                    *addresses,
+                    cluster,
+                    *(FIRST + n for n in range(len(maps))),
+                ],
                 blocks=s.splits,
+                seed=1,
             )
+            machine.maps = maps
             for block in machine.blocks:
                 block.special["%cluster_ctarank"] = np.full(block.n, block.rank, np.uint32)
             machine.run()
@@ -84,9 +98,13 @@ def product(rng, rows: int, k: int, outputs: tuple[int, ...]) -> tuple:
     return x, norm, tuple(map(Fp8Blocks.quantize, drawn))
 
 
-@pytest.mark.parametrize(("k", "owns"), [(128, False), (1024, True)])
-def test_both_are_the_references(k, owns, rng, monkeypatch):
+@pytest.mark.parametrize(
+    ("k", "owns", "streamed"), [(128, False, False), (128, False, True), (1024, True, True)]
+)
+def test_both_are_the_references(k, owns, streamed, rng, monkeypatch):
     monkeypatch.setattr(beside_sm90, "launcher", on_host)
+    if not streamed:
+        monkeypatch.setattr(stream_shape, "tuned", lambda *_, **__: None)
     x, norm, weights = product(rng, 2, k, (64, 32) if owns else (64,))
     chunk = stores.chunk_of([3, 6], [1, 1])
     paged = stores.paged_of([[3, 1, -1], [4, 2, -1]], [0, 0]) if owns else None

@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 
 from pallas_kernels.addends import Addends
+from pallas_kernels.linear.box_ptx import COLUMNS, STRIP
 from pallas_kernels.numerics import REFERENCE, SERVING
 from pallas_kernels.output_projection import joint_ptx, kernel_sm90, op, ref
 from pallas_kernels.output_projection.cases import CASES, CHECKED, Case, checks, problem
 from pallas_kernels.output_projection.joint_shape import (
     BLOCKS,
     THREADS,
-    WORKERS,
     Joint,
     joint,
 )
 from pallas_kernels.quant import Fp8Blocks
 from tests.pallas_kernels.ptx_machine import COLLECTIVE, Cluster
 from tests.pallas_kernels.ptx_strict import Guarded
+from tests.pallas_kernels.ptx_tensor import FIRST, Map, TensorMaps
 from tests.pallas_kernels.test_linear_broad import Ring
 
 BF16 = jnp.bfloat16
@@ -62,52 +63,26 @@ def rng_bytes(s: Joint) -> np.ndarray:
     return np.random.default_rng(s.rows).integers(0, 256, s.parts * s.part_bytes, np.uint8)
 
 
-class Stream(Ring):
-    """``Ring`` with copies of rows, and barriers of those that multiply, whom the others do not
-    wait for.
-    """
-
-    def execute(self, b, opcode, args, active) -> None:
-        if opcode == "barrier.sync":
-            b.waiting[active] = int(args[1])
-        else:
-            super().execute(b, opcode, args, active)
-
-    def step(self, b) -> bool:
-        for count in (WORKERS, THREADS):
-            if (b.waiting[:count] == count).all():
-                b.waiting[:count] = -1
-        return super().step(b)
-
-    def release(self, b) -> bool:
-        return False
+class Stream(TensorMaps, Ring):
+    """A warp at a time, for as long as it does not wait."""
 
     def barrier(self, b, kind, args, active) -> None:
         super().barrier(b, kind, args, active)
         if kind[0] == "try_wait" and not b.read(args[0])[active].all():
             self.steps = 0  # another warp's turn
 
-    def copy(self, b, args, active) -> None:
-        to, source = (self.at(b, args[i])[active] for i in (0, 1))
-        sizes, bars = b.read(args[2])[active].astype(int), self.at(b, args[3])[active]
-        for at, start, size, bar in zip(to, source, sizes, bars, strict=True):
-            assert at % 16 == start % 16 == size % 16 == 0
-            self.memory.index(np.arange(start, start + size, 16), 16)
-            b.shared.data[at : at + size] = self.memory.data[start : start + size]
-            self.barriers[b.rank, int(bar)].arrive(0, -size)
-
 
 class Together(Stream):
     """All warps at once, the quicker machine; who waits for a barrier in shared memory looks again
-    when somebody arrives.
+    when something arrives.
     """
 
     def step(self, b) -> bool:
-        for count in (WORKERS, THREADS):
-            if (b.waiting[:count] == count).all():
-                b.waiting[:count] = -1
         ready = ~b.done & (b.waiting < 0)
-        return bool(ready.any()) and Cluster.step(self, b)
+        return Cluster.step(self, b) if ready.any() else self.release(b)
+
+    def release(self, b) -> bool:
+        return not (b.waiting == LOOKING).any() and super().release(b)
 
     def barrier(self, b, kind, args, active) -> None:
         if kind[0] == "init" or kind[1:] == ["expect_tx"]:
@@ -122,8 +97,8 @@ class Together(Stream):
         else:
             b.waiting[b.waiting == LOOKING] = -1
 
-    def copy(self, b, args, active) -> None:
-        super().copy(b, args, active)
+    def landed(self, b, bar: int, size: int) -> None:
+        super().landed(b, bar, size)
         b.waiting[b.waiting == LOOKING] = -1
 
 
@@ -132,14 +107,18 @@ def run(s: Joint, o: np.ndarray, a: Fp8Blocks, b: Fp8Blocks, machine=Together) -
     planes = (np.asarray(p) for w in (a, b) for p in (w.codes, w.scales))
     counters = np.zeros(s.parts, np.int32)
     at = [memory.place(array) for array in (o, *planes, counters)]
+    box = (STRIP, COLUMNS)
+    maps = [Map(at[1], a.shape, box, COLUMNS), Map(at[3], b.shape, box, COLUMNS)]
     out = np.full((s.parts * s.rows + 2, s.hidden), CANARY, np.float32)
     at.append(memory.place(out) + out.strides[0])
     at.append(memory.place(rng_bytes(s)))
     size = {"threads": THREADS, "shared": 4 * s.words, "blocks": BLOCKS}
     for part in range(s.parts):
-        each = partial(lambda part, rank: [*at, 0, part, rank], part)
-        machine(joint_ptx.program(s), memory, operands=each, seed=1, **size).run()
-    assert not memory.read(at[5], counters).any()
+        each = partial(lambda part, rank: [*at, 0, part, rank, FIRST, FIRST + 1], part)
+        blocks = machine(joint_ptx.program(s), memory, operands=each, seed=1, **size)
+        blocks.maps = maps
+        blocks.run()
+    assert (memory.read(at[5], counters) == BLOCKS).all()
     values = memory.read(at[6] - out.strides[0], out)
     assert (values[[0, -1]] == CANARY).all()
     return values[1:-1].reshape(s.parts, s.rows, s.hidden)
@@ -194,7 +173,7 @@ def test_launches():
     assert joint(1, 2, 1024, 16384, 5120, round=True) is None  # more shared memory than there is
     with pytest.raises(ValueError, match=r"self.rows=9 must be 1 to 8"):
         shape(9)
-    with pytest.raises(ValueError, match=r"self.k=1000 must be a multiple of 1024"):
+    with pytest.raises(ValueError, match=r"self.k=1000 must be a multiple of 512"):
         Joint(1, 1, 512, 1000, 1024, True)
 
 

@@ -1,0 +1,188 @@
+"""What is static about a launch for up to 32 rows: how weights are dealt out, how many are on their
+way.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pallas_kernels.linear.box_ptx import BOX, COLUMNS, GROUP, GROUPS, INPUTS, POWERS, STRIP
+from pallas_kernels.linear.skinny_shape import MAX_K
+
+ROWS = 32
+PITCH = STRIP + 4  # words from a row's sums to the next one's: no bank is asked twice
+WARPGROUP = 4  # warps: blocks have one to three of them
+MOST = 3 * WARPGROUP
+SLOTS = 8  # of a warp, at most
+SMEM_BYTES = 226 * 1024
+# Clusters that run at once, by their blocks, of which each has a multiprocessor for itself.
+AT_ONCE = {1: 132, 2: 66, 4: 28, 8: 14}
+IN_FLIGHT = 12 * BOX  # bytes of a multiprocessor, with less it waits for memory
+
+
+@dataclass(frozen=True)
+class Stream:
+    """x [rows, k] times matrices of ``outputs`` rows, in one launch.
+
+    A warp takes a strip of 32 rows of one matrix and one of ``splits`` parts of K, its block
+    ``strips`` of them; the parts of a strip are a cluster and are added in their order. ``slots``
+    boxes of 128 columns are on their way to a warp, or waiting for it. ``norm``: the eps of the
+    RMSNorm of x that goes before, if one does.
+    """
+
+    rows: int
+    k: int
+    outputs: tuple[int, ...]
+    strips: int
+    splits: int
+    slots: int
+    wide: bool = False  # float32 outputs
+    norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rows <= ROWS:
+            raise ValueError(f"{self.rows=} must be 1 to {ROWS}")
+        if not 0 < self.strips <= MOST or self.splits not in AT_ONCE:
+            raise ValueError(f"{self.strips=} must be 1 to {MOST}, {self.splits=} of {[*AT_ONCE]}")
+        if self.slots * BOX < 4 * PITCH * self.rows:
+            raise ValueError(f"{self.slots=} must hold the sums of {self.rows} rows")
+        if 4 * self.words > SMEM_BYTES:
+            raise ValueError(f"{4 * self.words} bytes of shared memory must fit {SMEM_BYTES}")
+
+    @property
+    def warps(self) -> int:
+        """Those without a strip help with x."""
+        return -(-self.strips // WARPGROUP) * WARPGROUP
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def first_strips(self) -> tuple[int, ...]:
+        """The strip each matrix begins with, then their number."""
+        firsts = [0]
+        for n in self.outputs:
+            firsts.append(firsts[-1] + n // STRIP)
+        return tuple(firsts)
+
+    @property
+    def grid(self) -> int:
+        """Clusters."""
+        return -(-self.first_strips[-1] // self.strips)
+
+    @property
+    def boxes(self) -> int:
+        """Of a part; the last parts may have fewer columns."""
+        return -(-self.k // (COLUMNS * self.splits))
+
+    @property
+    def groups(self) -> int:
+        """Of columns, of a part."""
+        return GROUPS * self.boxes
+
+    @property
+    def exact(self) -> bool:
+        return self.groups * self.splits * GROUP == self.k
+
+    @property
+    def eights(self) -> int:
+        """Of rows of x: a product takes eight."""
+        return -(-self.rows // 8)
+
+    @property
+    def span(self) -> int:
+        """Rows of x that quads of threads load side by side: a power of two."""
+        return 1 << (self.rows - 1).bit_length()
+
+    @property
+    def abreast(self) -> int:
+        """Groups of columns of each of these rows that the block loads at once."""
+        return 8 * self.warps // self.span
+
+    @property
+    def addends(self) -> int:
+        """Of a row's sum of squares."""
+        return 8 * self.warps // max(8, self.span)
+
+    # Places in shared memory, in bytes: inputs; what undoes their powers of two, [group][row]; the
+    # norm's weight; sums of squares, [addend][row], behind them those of all addends; scales of
+    # each warp; its barriers; from the next multiple of 1024 on its slots, later its sums.
+    @property
+    def powers(self) -> int:
+        return INPUTS * self.eights * self.groups
+
+    @property
+    def gains(self) -> int:
+        return self.powers + POWERS * self.eights * self.groups
+
+    @property
+    def squares(self) -> int:
+        return self.gains + (self.norm is not None) * 2 * GROUP * self.groups
+
+    @property
+    def scales(self) -> int:
+        normed = self.norm is not None
+        return self.squares + normed * 4 * self.span * (self.addends + 1)
+
+    @property
+    def bars(self) -> int:
+        return -(-(self.scales + self.strips * self.groups) // 8) * 8
+
+    @property
+    def ring(self) -> int:
+        """At most: the slots begin at a multiple of 1024, which the other places may not."""
+        return self.bars + 8 * self.strips * self.slots + 1016
+
+    @property
+    def words(self) -> int:
+        return (self.ring + self.strips * self.slots * BOX) // 4
+
+
+@lru_cache(maxsize=256)
+def tuned(
+    rows: int,
+    k: int,
+    outputs: tuple[int, ...],
+    *,
+    wide: bool = False,
+    norm: float | None = None,
+) -> Stream | None:
+    """The launch with the lowest estimate; None if there is none."""
+    found = launches(rows, k, outputs, wide=wide, norm=norm)
+    return min(found, key=estimate, default=None)
+
+
+def launches(
+    rows: int, k: int, outputs: tuple[int, ...], *, wide: bool, norm: float | None
+) -> Iterator[Stream]:
+    """Every number of parts with as few strips a block as all of them at once allow, and with
+    fewer for more blocks than that, in whole warpgroups.
+    """
+    if not 0 < rows <= ROWS or not 0 < k <= MAX_K or k % GROUP or any(n % STRIP for n in outputs):
+        return
+    strips = sum(outputs) // STRIP
+    for splits, at_once in AT_ONCE.items():
+        if splits > 1 and COLUMNS * splits > k:
+            continue
+        fewest = -(-strips // at_once)
+        for count in sorted({min(fewest, MOST), *(n for n in (4, 8, 12) if n < fewest)}):
+            boxes = -(-k // (COLUMNS * splits))
+            for room in (SMEM_BYTES, SMEM_BYTES // 2):
+                for slots in range(min(SLOTS, max(2, boxes)), 0, -1):
+                    try:
+                        s = Stream(rows, k, outputs, count, splits, slots, wide, norm)
+                    except ValueError:
+                        continue
+                    if 4 * s.words <= room:
+                        yield s
+                        break
+
+
+def estimate(s: Stream) -> float:
+    """Boxes that a multiprocessor takes one after the other, and what goes before and after."""
+    side_by_side = max(1, min(SMEM_BYTES // (4 * s.words), s.grid // AT_ONCE[s.splits]))
+    waves = -(-s.grid // (AT_ONCE[s.splits] * side_by_side))
+    flying = side_by_side * s.strips * min(s.slots, s.boxes) * BOX
+    boxes = waves * side_by_side * s.strips * s.boxes
+    return boxes * max(1.0, IN_FLIGHT / flying) + 2 * s.boxes + 8 * waves / side_by_side + s.splits
