@@ -1,8 +1,10 @@
-"""Copies by tensor maps on the host machines that have barriers in shared memory."""
+"""A host machine whose kernels copy by tensor maps."""
 
 from dataclasses import dataclass
 
 import numpy as np
+
+from tests.pallas_kernels.test_linear_broad import Ring
 
 FIRST = 1 << 40  # the address of the first map, which is no memory
 
@@ -23,10 +25,12 @@ class Map:
         assert self.swizzle == 128 == self.box[1] and self.box[0] <= 256
 
 
-class TensorMaps:
+class Mapped(Ring):
     """``maps``: those that the operands from ``FIRST`` on are."""
 
-    maps: list[Map]
+    def __init__(self, *args, maps: list[Map], **options):
+        super().__init__(*args, **options)
+        self.maps = maps
 
     def execute(self, b, opcode, args, active) -> None:
         if not opcode.startswith("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier"):

@@ -20,8 +20,7 @@ from pallas_kernels.quant import Fp8Blocks
 from tests.pallas_kernels import test_compress_kernel as stores
 from tests.pallas_kernels.ptx_machine import COLLECTIVE, OPERATIONS
 from tests.pallas_kernels.ptx_strict import Guarded
-from tests.pallas_kernels.ptx_tensor import FIRST, Map
-from tests.pallas_kernels.test_linear_stream import Machine
+from tests.pallas_kernels.ptx_tensor import FIRST, Map, Mapped
 from tests.pallas_kernels.test_mhc_kernel import FLOATS
 
 BF16, EPS = jnp.bfloat16, 1e-6
@@ -64,7 +63,7 @@ def on_host(s: Stream | Skinny, jobs: tuple[Job, ...]):
         maps = [Map(addresses[n], arrays[n].shape, *box) for n, *box in boxes]
         clusters = s.grid - (-sum(job.blocks for job in jobs) // s.splits)
         for cluster in reversed(range(clusters)):
-            machine = Machine(
+            machine = Mapped(
                 product if cluster < s.grid else store,
                 memory,
                 threads=s.threads,
@@ -76,8 +75,8 @@ def on_host(s: Stream | Skinny, jobs: tuple[Job, ...]):
                 ],
                 blocks=s.splits,
                 seed=1,
+                maps=maps,
             )
-            machine.maps = maps
             for block in machine.blocks:
                 block.special["%cluster_ctarank"] = np.full(block.n, block.rank, np.uint32)
             machine.run()

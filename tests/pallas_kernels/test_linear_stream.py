@@ -13,8 +13,7 @@ from pallas_kernels.quant import Fp8Blocks
 from tests.pallas_kernels.ptx_machine import COLLECTIVE
 from tests.pallas_kernels.ptx_operations import OPERATIONS
 from tests.pallas_kernels.ptx_strict import Guarded
-from tests.pallas_kernels.ptx_tensor import FIRST, Map, TensorMaps
-from tests.pallas_kernels.test_linear_broad import Ring
+from tests.pallas_kernels.ptx_tensor import FIRST, Map, Mapped
 from tests.pallas_kernels.test_linear_kernel import BF16, CANARY, close, inputs, weights
 from tests.pallas_kernels.test_mhc_kernel import approximate, fused_multiply_add
 from tests.tolerances import F32_REL
@@ -25,10 +24,6 @@ def orders(monkeypatch):
     monkeypatch.setitem(COLLECTIVE, "bar", lambda *_: None)
     monkeypatch.setitem(OPERATIONS, "rsqrt", approximate(lambda x: x**-0.5))
     monkeypatch.setitem(OPERATIONS, "fma", fused_multiply_add)
-
-
-class Machine(TensorMaps, Ring):
-    pass
 
 
 def run(s: Stream, x: np.ndarray, matrices: list[Fp8Blocks], norm=None, seed: int = 1):
@@ -46,7 +41,7 @@ def run(s: Stream, x: np.ndarray, matrices: list[Fp8Blocks], norm=None, seed: in
     at += [] if norm is None else [memory.place(norm)]
     addresses = [FIRST + m for m in range(len(maps))]
     for cluster in range(s.grid):
-        machine = Machine(
+        machine = Mapped(
             stream_ptx.program(s),
             memory,
             threads=s.threads,
@@ -54,8 +49,8 @@ def run(s: Stream, x: np.ndarray, matrices: list[Fp8Blocks], norm=None, seed: in
             operands=lambda _, cluster=cluster: [*at, 0, cluster, *addresses],
             blocks=s.splits,
             seed=seed,
+            maps=maps,
         )
-        machine.maps = maps
         for block in machine.blocks:
             block.special["%cluster_ctarank"] = np.full(block.n, block.rank, np.uint32)
         machine.run()

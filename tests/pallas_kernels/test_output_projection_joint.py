@@ -23,7 +23,7 @@ from pallas_kernels.output_projection.joint_shape import (
 from pallas_kernels.quant import Fp8Blocks
 from tests.pallas_kernels.ptx_machine import COLLECTIVE, Cluster
 from tests.pallas_kernels.ptx_strict import Guarded
-from tests.pallas_kernels.ptx_tensor import FIRST, Map, TensorMaps
+from tests.pallas_kernels.ptx_tensor import FIRST, Map, Mapped
 from tests.pallas_kernels.test_linear_broad import Ring
 
 BF16 = jnp.bfloat16
@@ -63,7 +63,7 @@ def rng_bytes(s: Joint) -> np.ndarray:
     return np.random.default_rng(s.rows).integers(0, 256, s.parts * s.part_bytes, np.uint8)
 
 
-class Stream(TensorMaps, Ring):
+class Stream(Mapped):
     """A warp at a time, for as long as it does not wait."""
 
     def barrier(self, b, kind, args, active) -> None:
@@ -115,9 +115,7 @@ def run(s: Joint, o: np.ndarray, a: Fp8Blocks, b: Fp8Blocks, machine=Together) -
     size = {"threads": THREADS, "shared": 4 * s.words, "blocks": BLOCKS}
     for part in range(s.parts):
         each = partial(lambda part, rank: [*at, 0, part, rank, FIRST, FIRST + 1], part)
-        blocks = machine(joint_ptx.program(s), memory, operands=each, seed=1, **size)
-        blocks.maps = maps
-        blocks.run()
+        machine(joint_ptx.program(s), memory, operands=each, seed=1, maps=maps, **size).run()
     assert (memory.read(at[5], counters) == BLOCKS).all()
     values = memory.read(at[6] - out.strides[0], out)
     assert (values[[0, -1]] == CANARY).all()
