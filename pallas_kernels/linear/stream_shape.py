@@ -2,12 +2,14 @@
 way.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
+from pallas_kernels.linear import skinny_shape
 from pallas_kernels.linear.box_ptx import BOX, COLUMNS, GROUP, GROUPS, INPUTS, POWERS, STRIP
-from pallas_kernels.linear.skinny_shape import MAX_K
 
 ROWS = 32
 PITCH = STRIP + 4  # words from a row's sums to the next one's: no bank is asked twice
@@ -16,7 +18,8 @@ MOST = 3 * WARPGROUP
 SLOTS = 8  # of a warp, at most
 SMEM_BYTES = 226 * 1024
 # Clusters that run at once, by their blocks, of which each has a multiprocessor for itself.
-AT_ONCE = {1: 132, 2: 66, 4: 28, 8: 14}
+AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 15}
+SETTINGS = ("strips", "splits")  # that a measurement chooses
 IN_FLIGHT = 12 * BOX  # bytes of a multiprocessor, with less it waits for memory
 
 
@@ -140,49 +143,63 @@ class Stream:
 
 
 @lru_cache(maxsize=256)
-def tuned(
+def tuned(rows: int, k: int, outputs: tuple[int, ...], **options: Any) -> Stream | None:
+    """The measured setting of the smallest bucket that holds ``rows``, else the launch with the
+    lowest estimate; None if there is none.
+    """
+    found = list(launches(rows, k, outputs, **options))
+    fits = [
+        entry
+        for entry in json.loads(skinny_shape.TUNED.read_text()).get("linear_streamed", [])
+        if entry["rows"] >= rows and (entry["k"], tuple(entry["outputs"])) == (k, outputs)
+    ]
+    if fits:
+        best = min(fits, key=lambda entry: entry["rows"])
+        setting = tuple(best[name] for name in SETTINGS)
+        found = [s for s in found if (s.strips, s.splits) == setting] or found
+    return min(found, key=estimate, default=None)
+
+
+def launches(
     rows: int,
     k: int,
     outputs: tuple[int, ...],
     *,
     wide: bool = False,
     norm: float | None = None,
-) -> Stream | None:
-    """The launch with the lowest estimate; None if there is none."""
-    found = launches(rows, k, outputs, wide=wide, norm=norm)
-    return min(found, key=estimate, default=None)
-
-
-def launches(
-    rows: int, k: int, outputs: tuple[int, ...], *, wide: bool, norm: float | None
 ) -> Iterator[Stream]:
     """Every number of parts with as few strips a block as all of them at once allow, and with
     fewer for more blocks than that, in whole warpgroups.
     """
-    if not 0 < rows <= ROWS or not 0 < k <= MAX_K or k % GROUP or any(n % STRIP for n in outputs):
+    if not 0 < rows <= ROWS or not 0 < k <= skinny_shape.MAX_K:
+        return
+    if k % GROUP or any(n % STRIP for n in outputs):
         return
     strips = sum(outputs) // STRIP
     for splits, at_once in AT_ONCE.items():
         if splits > 1 and COLUMNS * splits > k:
             continue
         fewest = -(-strips // at_once)
-        for count in sorted({min(fewest, MOST), *(n for n in (4, 8, 12) if n < fewest)}):
-            boxes = -(-k // (COLUMNS * splits))
+        for count in sorted({min(fewest, MOST), WARPGROUP, 2 * WARPGROUP, MOST}):
             for room in (SMEM_BYTES, SMEM_BYTES // 2):
-                for slots in range(min(SLOTS, max(2, boxes)), 0, -1):
+                slots = min(SLOTS, max(2, -(-k // (COLUMNS * splits))))
+                while slots > 0:
                     try:
                         s = Stream(rows, k, outputs, count, splits, slots, wide, norm)
                     except ValueError:
-                        continue
-                    if 4 * s.words <= room:
+                        s = None
+                    if s is not None and 4 * s.words <= room:
                         yield s
                         break
+                    slots -= 1
 
 
 def estimate(s: Stream) -> float:
-    """Boxes that a multiprocessor takes one after the other, and what goes before and after."""
+    """Boxes that a multiprocessor takes one after the other, and what goes before and after, in
+    their time.
+    """
     side_by_side = max(1, min(SMEM_BYTES // (4 * s.words), s.grid // AT_ONCE[s.splits]))
     waves = -(-s.grid // (AT_ONCE[s.splits] * side_by_side))
     flying = side_by_side * s.strips * min(s.slots, s.boxes) * BOX
-    boxes = waves * side_by_side * s.strips * s.boxes
-    return boxes * max(1.0, IN_FLIGHT / flying) + 2 * s.boxes + 8 * waves / side_by_side + s.splits
+    boxes = waves * side_by_side * s.strips * s.boxes * max(1.0, IN_FLIGHT / flying)
+    return boxes + (0.5 + s.rows / 8) * s.boxes + 8 * waves / side_by_side + 2.5 * s.splits

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 _WARM_UP, _SAMPLES, _FEWEST = 3, 9, 3
-# A sample begins with an idle device: its runs are many, or the first dispatch would count.
 _SAMPLE_S, _BUDGET_S, _MOST_RUNS = 0.25, 4.0, 100
+_AHEAD = 2  # runs before those of a sample
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,13 @@ def timed(step: Callable[[], Any], *, latency: bool = False, most: int | None = 
         began = time.perf_counter()
         jax.block_until_ready(step())
         once = time.perf_counter() - began
+    ahead = 0 if latency else _AHEAD
     left = 10**9 if most is None else most - _WARM_UP
-    runs = 1 if latency else max(1, min(_MOST_RUNS, left // _FEWEST, round(_SAMPLE_S / once)))
-    samples = max(_FEWEST, min(_SAMPLES, left // runs, int(_BUDGET_S / once / runs)))
-    times, dispatched = [], []
-    for _ in range(samples):
-        began, out = time.perf_counter(), None
-        for _ in range(runs):
-            out = None  # or the next run's results would get other addresses
-            out = step()
-        dispatched.append((time.perf_counter() - began) / runs)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - began) / runs)
+    each = left // _FEWEST - ahead
+    runs = 1 if latency else max(1, min(_MOST_RUNS, each, round(_SAMPLE_S / once)))
+    samples = max(_FEWEST, min(_SAMPLES, left // (runs + ahead), int(_BUDGET_S / once / runs)))
+    sample = _one if latency else _following
+    times, dispatched = zip(*(sample(step, runs) for _ in range(samples)), strict=True)
     us = statistics.median(times) * 1e6
     return Timing(
         us=us,
@@ -58,6 +54,39 @@ def timed(step: Callable[[], Any], *, latency: bool = False, most: int | None = 
         samples=samples,
         host_pct=100 * statistics.median(dispatched) * 1e6 / us,
     )
+
+
+def _one(step: Callable[[], Any], runs: int) -> tuple[float, float]:
+    """Seconds of a run, and of its dispatch."""
+    assert runs == 1
+    began = time.perf_counter()
+    out = step()
+    dispatched = time.perf_counter() - began
+    jax.block_until_ready(out)
+    return time.perf_counter() - began, dispatched
+
+
+def _following(step: Callable[[], Any], runs: int) -> tuple[float, float]:
+    """Seconds a run, and of its dispatch, from the end of a run on behind which another waits: an
+    idle device would wait for the first dispatch.
+    """
+    step()
+    ended = _marker()
+    step()
+    jax.block_until_ready(ended)
+    began, out = time.perf_counter(), None
+    for _ in range(runs):
+        out = None  # or the next run's results would get other addresses
+        out = step()
+    dispatched = (time.perf_counter() - began) / runs
+    jax.block_until_ready(out)
+    return (time.perf_counter() - began) / (runs + 1), dispatched
+
+
+@jax.jit
+def _marker() -> jax.Array:
+    """Ready when all is that was dispatched before it."""
+    return jnp.zeros(())
 
 
 def addresses(tree: Any) -> list[int]:
