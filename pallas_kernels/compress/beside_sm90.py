@@ -40,7 +40,7 @@ def program(s: Stream | Skinny, jobs: Sequence[Job]) -> list[str]:
         "bra.uni DONE;",
         f"BESIDE: mov.u32 stored, %tid.x; setp.ge.u32 beside, stored, {THREADS}; @beside bra DONE;",
         f"mov.u32 rank_there, %cluster_ctarank; sub.u32 stored, {cluster}, {s.grid};",
-        f"mad.lo.u32 stored, stored, {s.splits}, rank_there;",
+        f"mad.lo.u32 stored, stored, {s.blocks}, rank_there;",
         "{",
         *rows_sm90.program(jobs, own, "stored"),
         "}",
@@ -66,13 +66,13 @@ def launcher(s: Stream | Skinny, jobs: tuple[Job, ...]) -> Callable:
         rows, (*outs, words) = rest[:others], rest[others:]
         body(*first, *outs, *norm, *rows, words, lax.axis_index("tile"))
 
-    more = -(-sum(job.blocks for job in jobs) // s.splits)
+    more = -(-sum(job.blocks for job in jobs) // s.blocks)
     return plgpu.kernel(
         linear_few_rows_and_store,
         out_type=tuple(jax.ShapeDtypeStruct((s.rows, n), BF16) for n in s.outputs),
         grid=(s.grid + more,),
         grid_names=("tile",),
-        cluster=(s.splits,),
+        cluster=(s.blocks,),
         cluster_names=("part",),
         num_threads=s.threads // 128,
         thread_name="wg",

@@ -194,7 +194,7 @@ def few_launcher(s: Stream | Skinny, after: bool = False) -> Callable:
         ),
         grid=(s.grid,),
         grid_names=("tile",),
-        cluster=(s.splits,),
+        cluster=(s.blocks,),
         cluster_names=("part",),
         num_threads=s.threads // 128,
         thread_name="wg",

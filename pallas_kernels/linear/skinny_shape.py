@@ -61,6 +61,11 @@ class Skinny:
         return THREADS
 
     @property
+    def blocks(self) -> int:
+        """Of a cluster."""
+        return self.splits
+
+    @property
     def units(self) -> int:
         """Of a split; the last splits may have fewer columns."""
         return -(-self.k // (UNIT * self.splits))

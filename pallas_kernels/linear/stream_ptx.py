@@ -29,9 +29,10 @@ def program(s: Stream, words: str = "", cluster: str = "", maps: int = -1) -> li
         PIN,
         *_ask(s),
         *(_store_gains(s) if s.norm is not None else []),
+        *(["barrier.cluster.wait.acquire;"] if s.sharers > 1 else []),
         *_inputs(s),
         *_store_scales(s),
-        _meet(s),
+        MEET if s.sharers > 1 else _meet(s),
     ]
     lines += _squares(s) if s.norm is not None and s.splits > 1 else []
     return [*lines, "@!busy bra MULTIPLIED;", *_multiply(s), "MULTIPLIED:", *_sum(s)]
@@ -49,9 +50,9 @@ def operands(s: Stream) -> int:
 def _registers(s: Stream) -> list[str]:
     batch = _batch(s)
     return [
-        ".reg .b32 tid, lane, warp, gi, qi, sm, rank, strip, own, n, row0, column, ring, bar;",
-        ".reg .b32 slot, full, par, ask, left, spot, undo, gain, group, i, j, e, t0, t1, u, y<2>;",
-        f".reg .b32 w<{4 * batch}>, g<{4 * _gain_loads(s)}>, b<{_scale_loads(s)}>;",
+        ".reg .b32 tid, lane, warp, gi, qi, sm, rank, part, sharer, strip, own, n, row0, column;",
+        ".reg .b32 ring, bar, slot, full, par, ask, left, spot, undo, gain, group, i, j, e, u;",
+        f".reg .b32 t0, t1, y<2>, w<{4 * batch}>, g<{4 * _gain_loads(s)}>, b<{_scale_loads(s)}>;",
         ".reg .b64 x, desc, sp, op, xp, wide;",
         f".reg .pred p, busy, one, live, got, more, on<{batch}>;",
         f".reg .f32 up<{batch}>, z<{4 * s.splits}>, lo, hi, glo, ghi, ss;",
@@ -60,14 +61,20 @@ def _registers(s: Stream) -> list[str]:
 
 
 def _place(s: Stream, smem: str, cluster: str) -> list[str]:
-    """``strip``: this warp's, of all matrices; ``busy``: it has one. ``ring``: its slots."""
+    """``part``: this block's, of K, ``sharer``: which of those that have it. ``strip``: this
+    warp's, of all matrices; ``busy``: it has one. ``ring``: its slots.
+    """
+    started = ["barrier.cluster.arrive.relaxed;"] if s.sharers > 1 else []
     return [
+        *started,  # all blocks run before one of them stores to another
         "mov.u32 tid, %tid.x; shr.u32 warp, tid, 5; and.b32 lane, tid, 31;",
         f"shr.u32 gi, lane, 2; and.b32 qi, tid, 3; mov.b32 sm, {smem}; mov.b64 x, $0;",
-        f"mov.u32 rank, %cluster_ctarank; mad.lo.u32 strip, {cluster}, {s.strips}, warp;",
+        f"mov.u32 rank, %cluster_ctarank; {divide('part', 'rank', s.sharers)}",
+        f"and.b32 sharer, rank, {s.sharers - 1}; mad.lo.u32 strip, {cluster}, {s.sharers}, sharer;",
+        f"mad.lo.u32 strip, strip, {s.strips}, warp;",
         f"setp.lt.u32 busy, warp, {s.strips};",
         f"setp.lt.and.u32 busy, strip, {s.first_strips[-1]}, busy;",
-        f"mul.lo.u32 column, rank, {s.groups * GROUP};",
+        f"mul.lo.u32 column, part, {s.groups * GROUP};",
         f"add.u32 ring, sm, {s.bars + 8 * s.strips * s.slots + 1023};",
         f"and.b32 ring, ring, 0xFFFFFC00; mad.lo.u32 ring, warp, {s.slots * BOX}, ring;",
         f"mad.lo.u32 bar, warp, {8 * s.slots}, sm; add.u32 bar, bar, {s.bars};",
@@ -159,6 +166,7 @@ def _rows(s: Stream) -> list[str]:
     shift = s.span.bit_length() - 1
     return [
         f"shr.u32 e, tid, 2; shr.u32 group, e, {shift}; and.b32 e, e, {s.span - 1};",
+        f"mad.lo.u32 group, sharer, {s.abreast // s.sharers}, group;",
         f"setp.lt.u32 live, e, {s.rows}; mad.lo.u32 i, group, {8 * s.eights}, e;",
         "mad.lo.u32 spot, i, 64, sm; mad.lo.u32 spot, qi, 16, spot;",
         f"mad.lo.u32 undo, i, 4, sm; mad.lo.u32 j, group, {GROUP}, column;",
@@ -235,10 +243,23 @@ def _keep(s: Stream, n: int, i: int) -> list[str]:
         *(_weighed(s, n, i) if s.norm is not None else []),
         *box_ptx.raise_group(i),
         f"setp.eq.and.u32 p, qi, 0, on{i};",
-        f"@p st.shared.b32 [undo+{s.powers + 4 * place}], t0;",
+        *_send(s, "p", "b32", "undo", s.powers + 4 * place, "t0"),
         *box_ptx.to_halves(i),
-        f"@on{i} st.shared.v4.b32 [spot+{64 * place}], {vector('w', 4 * i)};",
+        *_send(s, f"on{i}", "v4.b32", "spot", 64 * place, vector("w", 4 * i)),
     ]
+
+
+def _send(s: Stream, guard: str, kind: str, base: str, at: int, value: str) -> list[str]:
+    """A store to this place of all sharers."""
+    if s.sharers == 1:
+        return [f"@{guard} st.shared.{kind} [{base}+{at}], {value};"]
+    lines = []
+    for n in range(s.sharers):
+        lines += [
+            f"mad.lo.u32 j, part, {s.sharers}, {n}; mapa.shared::cluster.u32 j, {base}, j;",
+            f"@{guard} st.shared::cluster.{kind} [j+{at}], {value};",
+        ]
+    return lines
 
 
 def _weighed(s: Stream, n: int, i: int) -> list[str]:
@@ -263,8 +284,9 @@ def _store_squares(s: Stream) -> list[str]:
         *lines,
         f"shr.u32 e, tid, 2; {divide('i', 'e', max(8, s.span))} and.b32 j, e, {s.span - 1};",
         f"and.b32 e, e, {max(8, s.span) - 1}; setp.eq.u32 p, qi, 0;",
-        f"setp.lt.and.u32 p, e, {s.span}, p; mad.lo.u32 i, i, {s.span}, j;",
-        f"mad.lo.u32 i, i, 4, sm; @p st.shared.f32 [i+{s.squares}], ss;",
+        f"setp.lt.and.u32 p, e, {s.span}, p; mad.lo.u32 i, sharer, {s.addends // s.sharers}, i;",
+        f"mad.lo.u32 i, i, {s.span}, j; mad.lo.u32 i, i, 4, sm;",
+        *_send(s, "p", "f32", "i", s.squares, "ss"),
     ]
 
 
@@ -332,7 +354,7 @@ def _stash(s: Stream) -> list[str]:
 def _sum(s: Stream) -> list[str]:
     """Eight lanes a row of x; each block of the cluster takes four rows in its turn."""
     lines = [MEET if s.splits > 1 else PIN, "@!busy bra STORED;"]
-    lines += ["shr.u32 e, lane, 3; mad.lo.u32 e, rank, 4, e; and.b32 group, lane, 7;"]
+    lines += ["shr.u32 e, lane, 3; mad.lo.u32 e, part, 4, e; and.b32 group, lane, 7;"]
     for first in range(0, s.rows, 4 * s.splits):
         lines += [
             f"add.u32 j, e, {first}; setp.ge.u32 p, j, {s.rows}; @p bra S{first};",
@@ -354,7 +376,7 @@ def _read(s: Stream) -> list[str]:
         return [f"ld.shared.v4.f32 {vector('z', 0)}, [at];"]
     lines = []
     for r in range(s.splits):
-        lines.append(f"mapa.shared::cluster.u32 u, at, {r};")
+        lines.append(f"add.u32 u, sharer, {r * s.sharers}; mapa.shared::cluster.u32 u, at, u;")
         lines.append(f"ld.shared::cluster.v4.f32 {vector('z', 4 * r)}, [u];")
     return lines
 
@@ -365,7 +387,7 @@ def _normed(s: Stream) -> list[str]:
     if s.splits > 1:
         lines = ["mad.lo.u32 i, j, 4, sm; mov.f32 ss, 0f00000000;"]
         for r in range(s.splits):
-            lines.append(f"mapa.shared::cluster.u32 u, i, {r};")
+            lines.append(f"add.u32 u, sharer, {r * s.sharers}; mapa.shared::cluster.u32 u, i, u;")
             lines.append(f"ld.shared::cluster.f32 lo, [u+{at}]; add.f32 ss, ss, lo;")
     lines.append(
         f"fma.rn.f32 ss, ss, {f32(1 / s.k)}, {f32(s.norm or 0)}; rsqrt.approx.ftz.f32 ss, ss;"

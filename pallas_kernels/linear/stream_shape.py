@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from pallas_kernels.linear import skinny_shape
@@ -19,7 +20,7 @@ SLOTS = 8  # of a warp, at most
 SMEM_BYTES = 226 * 1024
 # Clusters that run at once, by their blocks, of which each has a multiprocessor for itself.
 AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 15}
-SETTINGS = ("strips", "splits")  # that a measurement chooses
+SETTINGS = ("strips", "splits", "sharers")  # that a measurement chooses
 IN_FLIGHT = 12 * BOX  # bytes of a multiprocessor, with less it waits for memory
 
 
@@ -28,9 +29,10 @@ class Stream:
     """x [rows, k] times matrices of ``outputs`` rows, in one launch.
 
     A warp takes a strip of 32 rows of one matrix and one of ``splits`` parts of K, its block
-    ``strips`` of them; the parts of a strip are a cluster and are added in their order. ``slots``
-    boxes of 128 columns are on their way to a warp, or waiting for it. ``norm``: the eps of the
-    RMSNorm of x that goes before, if one does.
+    ``strips`` of them; a cluster has the parts of its strips and adds them in their order.
+    ``slots`` boxes of 128 columns are on their way to a warp, or waiting for it. ``sharers`` blocks
+    of a cluster have the same part of K: each brings some of x to all of them. ``norm``: the eps of
+    the RMSNorm of x that goes before, if one does.
     """
 
     rows: int
@@ -39,18 +41,24 @@ class Stream:
     strips: int
     splits: int
     slots: int
+    sharers: int = 1
     wide: bool = False  # float32 outputs
     norm: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.rows <= ROWS:
             raise ValueError(f"{self.rows=} must be 1 to {ROWS}")
-        if not 0 < self.strips <= MOST or self.splits not in AT_ONCE:
-            raise ValueError(f"{self.strips=} must be 1 to {MOST}, {self.splits=} of {[*AT_ONCE]}")
+        if not 0 < self.strips <= MOST or self.blocks not in AT_ONCE:
+            raise ValueError(f"{self.strips=} must be 1 to {MOST}, {self.blocks=} of {[*AT_ONCE]}")
         if self.slots * BOX < 4 * PITCH * self.rows:
             raise ValueError(f"{self.slots=} must hold the sums of {self.rows} rows")
         if 4 * self.words > SMEM_BYTES:
             raise ValueError(f"{4 * self.words} bytes of shared memory must fit {SMEM_BYTES}")
+
+    @property
+    def blocks(self) -> int:
+        """Of a cluster."""
+        return self.splits * self.sharers
 
     @property
     def warps(self) -> int:
@@ -72,7 +80,7 @@ class Stream:
     @property
     def grid(self) -> int:
         """Clusters."""
-        return -(-self.first_strips[-1] // self.strips)
+        return -(-self.first_strips[-1] // (self.strips * self.sharers))
 
     @property
     def boxes(self) -> int:
@@ -100,13 +108,13 @@ class Stream:
 
     @property
     def abreast(self) -> int:
-        """Groups of columns of each of these rows that the block loads at once."""
-        return 8 * self.warps // self.span
+        """Groups of columns of each of these rows that the sharers load at once."""
+        return self.sharers * 8 * self.warps // self.span
 
     @property
     def addends(self) -> int:
         """Of a row's sum of squares."""
-        return 8 * self.warps // max(8, self.span)
+        return self.sharers * 8 * self.warps // max(8, self.span)
 
     # Places in shared memory, in bytes: inputs; what undoes their powers of two, [group][row]; the
     # norm's weight; sums of squares, [addend][row], behind them those of all addends; scales of
@@ -156,7 +164,7 @@ def tuned(rows: int, k: int, outputs: tuple[int, ...], **options: Any) -> Stream
     if fits:
         best = min(fits, key=lambda entry: entry["rows"])
         setting = tuple(best[name] for name in SETTINGS)
-        found = [s for s in found if (s.strips, s.splits) == setting] or found
+        found = [s for s in found if (s.strips, s.splits, s.sharers) == setting] or found
     return min(found, key=estimate, default=None)
 
 
@@ -168,24 +176,24 @@ def launches(
     wide: bool = False,
     norm: float | None = None,
 ) -> Iterator[Stream]:
-    """Every number of parts with as few strips a block as all of them at once allow, and with
-    fewer for more blocks than that, in whole warpgroups.
+    """Every number of parts and sharers with as few strips a block as all of them at once allow,
+    and in whole warpgroups.
     """
     if not 0 < rows <= ROWS or not 0 < k <= skinny_shape.MAX_K:
         return
     if k % GROUP or any(n % STRIP for n in outputs):
         return
     strips = sum(outputs) // STRIP
-    for splits, at_once in AT_ONCE.items():
-        if splits > 1 and COLUMNS * splits > k:
+    for splits, sharers in product(AT_ONCE, repeat=2):
+        if (splits > 1 and COLUMNS * splits > k) or splits * sharers not in AT_ONCE:
             continue
-        fewest = -(-strips // at_once)
+        fewest = -(-strips // (AT_ONCE[splits * sharers] * sharers))
         for count in sorted({min(fewest, MOST), WARPGROUP, 2 * WARPGROUP, MOST}):
             for room in (SMEM_BYTES, SMEM_BYTES // 2):
                 slots = min(SLOTS, max(2, -(-k // (COLUMNS * splits))))
                 while slots > 0:
                     try:
-                        s = Stream(rows, k, outputs, count, splits, slots, wide, norm)
+                        s = Stream(rows, k, outputs, count, splits, slots, sharers, wide, norm)
                     except ValueError:
                         s = None
                     if s is not None and 4 * s.words <= room:
@@ -198,8 +206,9 @@ def estimate(s: Stream) -> float:
     """Boxes that a multiprocessor takes one after the other, and what goes before and after, in
     their time.
     """
-    side_by_side = max(1, min(SMEM_BYTES // (4 * s.words), s.grid // AT_ONCE[s.splits]))
-    waves = -(-s.grid // (AT_ONCE[s.splits] * side_by_side))
+    side_by_side = max(1, min(SMEM_BYTES // (4 * s.words), s.grid // AT_ONCE[s.blocks]))
+    waves = -(-s.grid // (AT_ONCE[s.blocks] * side_by_side))
     flying = side_by_side * s.strips * min(s.slots, s.boxes) * BOX
     boxes = waves * side_by_side * s.strips * s.boxes * max(1.0, IN_FLIGHT / flying)
-    return boxes + (0.5 + s.rows / 8) * s.boxes + 8 * waves / side_by_side + 2.5 * s.splits
+    loads = s.rows * s.groups / (64 * s.sharers)
+    return boxes + (0.5 + s.rows / 8) * s.boxes + 8 * waves / side_by_side + 2.5 * s.blocks + loads

@@ -61,7 +61,7 @@ def on_host(s: Stream | Skinny, jobs: tuple[Job, ...]):
         addresses = [*at[: 1 + 2 * count], *places, *at[1 + 2 * count :], 0]
         boxes = linear_sm90.boxes(s)
         maps = [Map(addresses[n], arrays[n].shape, *box) for n, *box in boxes]
-        clusters = s.grid - (-sum(job.blocks for job in jobs) // s.splits)
+        clusters = s.grid - (-sum(job.blocks for job in jobs) // s.blocks)
         for cluster in reversed(range(clusters)):
             machine = Mapped(
                 product if cluster < s.grid else store,
@@ -73,7 +73,7 @@ def on_host(s: Stream | Skinny, jobs: tuple[Job, ...]):
                     cluster,
                     *(FIRST + n for n in range(len(maps))),
                 ],
-                blocks=s.splits,
+                blocks=s.blocks,
                 seed=1,
                 maps=maps,
             )

@@ -47,7 +47,7 @@ def run(s: Stream, x: np.ndarray, matrices: list[Fp8Blocks], norm=None, seed: in
             threads=s.threads,
             shared=4 * s.words,
             operands=lambda _, cluster=cluster: [*at, 0, cluster, *addresses],
-            blocks=s.splits,
+            blocks=s.blocks,
             seed=seed,
             maps=maps,
         )
@@ -66,6 +66,8 @@ SHAPES = (
     Stream(19, 800, (160,), strips=2, splits=2, slots=2, wide=True),  # an idle warp at the end
     Stream(32, 1376, (32, 32), strips=5, splits=4, slots=2),  # a part without columns
     Stream(9, 1024, (64,), strips=2, splits=8, slots=1),
+    Stream(17, 640, (160,), strips=3, splits=1, slots=2, sharers=2),
+    Stream(5, 800, (64,), strips=1, splits=2, slots=2, sharers=2),
 )
 
 
@@ -81,6 +83,7 @@ NORMED = (
     Stream(3, 160, (64,), strips=1, splits=1, slots=2, norm=1e-6),
     Stream(6, 288, (64,), strips=2, splits=2, slots=1, norm=1e-6),
     Stream(20, 640, (96,), strips=5, splits=4, slots=2, norm=1e-6),
+    Stream(3, 640, (96,), strips=1, splits=2, slots=2, sharers=4, norm=1e-6),
 )
 
 
@@ -165,8 +168,8 @@ def test_launches():
     assert all(isinstance(s, Skinny) for s in few)
     with pytest.raises(ValueError, match=r"self.rows=33 must be 1 to 32"):
         Stream(33, 32, (32,), strips=1, splits=1, slots=2)
-    with pytest.raises(ValueError, match=r"self.splits=3 of \[1, 2, 4, 8\]"):
+    with pytest.raises(ValueError, match=r"self.blocks=3 of \[1, 2, 4, 8\]"):
         Stream(1, 32, (32,), strips=1, splits=3, slots=1)
     with pytest.raises(ValueError, match=r"self.slots=1 must hold the sums of 29 rows"):
         Stream(29, 32, (32,), strips=1, splits=1, slots=1)
-    assert all(splits * clusters <= 132 for splits, clusters in AT_ONCE.items())
+    assert all(blocks * clusters <= 132 for blocks, clusters in AT_ONCE.items())
