@@ -95,10 +95,12 @@ class DraftStage(Sublayers):
         """
         return self.main_norm(ops.linear(taps, self.main_proj()))
 
-    def commit(self, ops: Ops, main_x: Array, rows: Rows, ring: Ring) -> Ring:
-        """The ring with the window rows of committed tokens, from main_x [B, T, D]."""
+    def commit(self, ops: Ops, latent: Array, rows: Rows, ring: Ring) -> Ring:
+        """The ring with the window rows of committed tokens, from main_x times ``attn.wkv``, [B, T,
+        K].
+        """
         attn, at = self.attn, angles(self.cfg, 0, rows.position)
-        job = attn.window_job(ops.linear(main_x, attn.wkv()), at, rows.slot, ring, emit=False)
+        job = attn.window_job(latent, at, rows.slot, ring, emit=False)
         chunk = Chunk(rows.start, rows.length)
         _, planes, tags, _ = ops.store_rows(chunk, window=job, eps=attn.kv_norm.eps)
         return Ring(planes, tags)

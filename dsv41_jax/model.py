@@ -184,9 +184,10 @@ class Model(nnx.Module):
         if not cache.drafts:
             return cache
         main_x = self.mtp[0].main_x(ops, features.taps)
+        latents = ops.linears(main_x, tuple(stage.attn.wkv() for stage in self.mtp))
         drafts = tuple(
-            stage.commit(ops, main_x, rows, ring)
-            for stage, ring in zip(self.mtp, cache.drafts, strict=True)
+            stage.commit(ops, latent, rows, ring)
+            for stage, latent, ring in zip(self.mtp, latents, cache.drafts, strict=True)
         )
         return replace(cache, drafts=drafts)
 

@@ -21,6 +21,7 @@ INPUTS = 512  # bytes of eight rows of x in a group: [row][column]
 POWERS = 32  # bytes of what undoes their powers of two
 SETS = 4  # of sums of one group
 LATE = 2  # products later they are added up: by then they are there
+EARLY = 1  # boxes that a warp asks for before x: memory has work, and x does not wait for long
 COPY = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 
 

@@ -21,13 +21,14 @@ def program(s: Stream, words: str = "", cluster: str = "", maps: int = -1) -> li
         *_registers(s),
         *_place(s, words or f"${last}", cluster or f"${last + 1}"),
         *_matrix(s, last + 2 if maps < 0 else maps),
+        *_barriers(s),
+        *_ask(s, 0, box_ptx.EARLY),
         *_rows(s),
         # Behind all those weights these would come last, and nothing can begin.
         *[line for n in range(_batch(s)) for line in _fetch(s, n, n)],
         *_load_scales(s),
         *(_load_gains(s) if s.norm is not None else []),
-        PIN,
-        *_ask(s),
+        *_ask(s, box_ptx.EARLY, s.slots),
         *(_store_gains(s) if s.norm is not None else []),
         *(["barrier.cluster.wait.acquire;"] if s.sharers > 1 else []),
         *_inputs(s),
@@ -109,15 +110,23 @@ def _copy(slot: str, full: str, guard: str) -> list[str]:
     ]
 
 
-def _ask(s: Stream) -> list[str]:
-    """A warp's barriers and its first boxes; ``column`` is back where it was."""
-    first = min(s.slots, s.boxes)
-    lines = ["elect.sync i|one, 0xffffffff; @!busy bra ASKED;"]
-    lines += [f"@one mbarrier.init.shared::cta.b64 [bar+{8 * i}], 1;" for i in range(first)]
-    lines.append("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
-    for i in range(first):
+def _barriers(s: Stream) -> list[str]:
+    count = min(s.slots, s.boxes)
+    return [
+        "elect.sync i|one, 0xffffffff; @!busy bra READY;",
+        *[f"@one mbarrier.init.shared::cta.b64 [bar+{8 * i}], 1;" for i in range(count)],
+        "fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta; READY:",
+    ]
+
+
+def _ask(s: Stream, begin: int, end: int) -> list[str]:
+    """For some of a warp's first boxes."""
+    end, label = min(end, s.boxes), f"ASKED{begin}"
+    lines = [f"{PIN} elect.sync i|one, 0xffffffff; @!busy bra {label};"]
+    lines.append(f"add.u32 column, column, {begin * COLUMNS};")
+    for i in range(begin, end):
         lines += _copy(f"ring+{BOX * i}", f"bar+{8 * i}", "one")
-    return [*lines, f"sub.u32 column, column, {first * COLUMNS};", f"ASKED: {PIN}"]
+    return [*lines, f"sub.u32 column, column, {max(begin, end) * COLUMNS};", f"{label}: {PIN}"]
 
 
 def _scale_loads(s: Stream) -> int:

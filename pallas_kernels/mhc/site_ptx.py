@@ -11,6 +11,7 @@ for a block to stay; the streams are stored after, since whoever arrives waits f
 from dataclasses import dataclass
 
 from pallas_kernels.columns import MAX_WIDTH
+from pallas_kernels.fold_ptx import fold
 from pallas_kernels.inline_ptx import BARRIER, f32
 from pallas_kernels.mhc import products_ptx
 from pallas_kernels.mhc.fused_ptx import STREAMS, expand_word, vector
@@ -90,7 +91,7 @@ def program(s: Site) -> list[str]:
     lines = [*_registers(), *_start(s), *_load(s), "mov.b32 sum, 0;"]
     for word in range(2):
         lines += expand_word(word)
-    lines += [*_own_stream(s), *_multiply(), *_fold(), *_share(s)]
+    lines += [*_own_stream(s), *_multiply(), *fold([f"v{i}" for i in range(VALUES)]), *_share(s)]
     lines += ["@on st.global.v2.b32 [op], {o0,o1};", *_norm(s), *_coefficients(s), "END:"]
     return [line for text in lines for line in text.strip().splitlines()]
 
@@ -203,23 +204,6 @@ def _multiply() -> list[str]:
         lines.append(f"mul.f32 v{n}, {factors[0]}, d0;")
         lines += [f"fma.rn.f32 v{n}, {factors[e]}, d{e}, v{n};" for e in range(1, 4)]
     return [*lines, f"mov.b32 v{SUMS}, 0; @first mov.b32 v{SUMS}, sum;"]
-
-
-def _fold() -> list[str]:
-    """v0: the warp's sum of the value whose number is the lane's. Each step halves the values of a
-    lane.
-    """
-    lines, count = ["mov.b32 t, 0;"], VALUES
-    for half in (16, 8, 4, 2, 1):
-        lines.append(f"and.b32 a, lane, {half}; setp.ne.u32 p, a, 0;")
-        for i in range(min(half, count)):
-            other = f"v{i + half}" if i + half < count else "t"
-            lines += [
-                f"selp.b32 lo, v{i}, {other}, p; selp.b32 hi, {other}, v{i}, p;",
-                f"shfl.sync.bfly.b32 lo, lo, {half}, 31, 0xffffffff; add.f32 v{i}, hi, lo;",
-            ]
-        count = min(half, count)
-    return lines
 
 
 def _share(s: Site) -> list[str]:

@@ -158,8 +158,8 @@ class Shape:
 
     @property
     def rounds(self) -> int:
-        """Down tiles that are about as heavy as one up tile, at least one."""
-        return max(1, round(self.up.tile_rows / self.down.tile_rows))
+        """Down tiles that are as heavy as one up tile, or just heavier."""
+        return -(-self.up.tile_rows // self.down.tile_rows)
 
     @property
     def sums(self) -> int:

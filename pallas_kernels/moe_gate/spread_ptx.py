@@ -4,6 +4,7 @@ and all of K; the last block to be done selects (``select_ptx``).
 
 from dataclasses import dataclass
 
+from pallas_kernels.fold_ptx import fold
 from pallas_kernels.moe_gate import select_ptx
 
 BLOCKS, THREADS = 128, 256
@@ -54,7 +55,7 @@ class Spread:
     @property
     def bias_at(self) -> int:
         """Bytes in shared memory: logits or parts of sums, then biases, a word a row, one more."""
-        return 4 * max(ROWS * self.experts, 32 * self.sums)
+        return 4 * max(ROWS * self.experts, THREADS)
 
     @property
     def rows_at(self) -> int:
@@ -87,10 +88,9 @@ def logits(s: Spread) -> list[str]:
     count, x, w = 4 * loads, s.operand("x"), s.operand("weight")
     biases = -(-s.biases * s.experts // THREADS)
     lines = [
-        ".reg .b32 tid, lane, warp, at, i, t, f; .reg .b64 d, xa, wa; .reg .pred p, q, in;",
+        ".reg .b32 tid, lane, at, a, t, f, lo, hi; .reg .b64 d, xa, wa; .reg .pred p, q, in;",
         f".reg .b32 x<{count * s.rows}>, w<{count * s.each}>, b<{biases}>;",
         f".reg .f32 acc<{s.sums}>, v<8>, u, z; mov.u32 tid, %tid.x; and.b32 lane, tid, 31;",
-        "shr.u32 warp, tid, 5;",
         f"mul.wide.u32 d, tid, {2 * GROUP}; add.s64 xa, {x}, d; add.s64 wa, {w}, d;",
         f"mul.wide.u32 d, {s.operand('block')}, {2 * s.d * s.each}; add.s64 wa, wa, d;",
     ]
@@ -179,33 +179,19 @@ def _stage(s: Spread) -> list[str]:
 
 
 def _reduce(s: Spread) -> list[str]:
-    """Four lanes of a warp keep parts of a sum; then a warp takes some of the sums."""
-    lines = []
-    for v in range(s.sums):
-        for lane in (16, 8, 4):
-            lines += [
-                f"mov.b32 t, acc{v}; shfl.sync.bfly.b32 t, t, {lane}, 31, 0xffffffff;",
-                f"mov.b32 u, t; add.f32 acc{v}, acc{v}, u;",
-            ]
-    lines += [
-        "mad.lo.u32 at, warp, 4, lane; shl.b32 at, at, 2; add.u32 at, at, $0;",
-        "setp.lt.u32 p, lane, 4;",
-        *[f"@p st.shared.f32 [at+{128 * v}], acc{v};" for v in range(s.sums)],
-        f"{SYNC} mov.b32 i, warp; setp.eq.u32 q, lane, 0;",
-        f"SUM: setp.ge.u32 p, i, {s.sums}; @p bra SUMMED; mad.lo.u32 at, i, 32, lane;",
-        "shl.b32 at, at, 2; add.u32 at, at, $0; ld.shared.f32 z, [at];",
+    """A warp's sums, one a lane, to shared memory; then a thread adds those of all warps."""
+    lines = [
+        *fold([f"acc{v}" for v in range(s.sums)]),
+        f"shl.b32 at, tid, 2; add.u32 at, at, $0; st.shared.f32 [at], acc0; {SYNC}",
+        f"setp.ge.u32 p, tid, {s.sums}; @p bra SUMMED; ld.shared.f32 z, [at];",
     ]
-    for lane in (16, 8, 4, 2, 1):
-        lines.append(
-            f"mov.b32 t, z; shfl.sync.bfly.b32 t, t, {lane}, 31, 0xffffffff; mov.b32 u, t;"
-            " add.f32 z, z, u;"
-        )
+    for warp in range(1, WARPS):
+        lines.append(f"ld.shared.f32 u, [at+{128 * warp}]; add.f32 z, z, u;")
     return [
         *lines,
-        f"div.u32 t, i, {s.each}; mul.lo.u32 f, t, {s.each}; sub.u32 f, i, f;",
+        f"div.u32 t, tid, {s.each}; mul.lo.u32 f, t, {s.each}; sub.u32 f, tid, f;",
         f"mad.lo.u32 t, t, {s.experts}, f; mad.lo.u32 t, {s.operand('block')}, {s.each}, t;",
-        f"mul.wide.u32 d, t, 4; add.s64 d, d, {s.operand('logits')};",
-        f"@q st.global.f32 [d], z; add.u32 i, i, {WARPS}; bra SUM;",
+        f"mul.wide.u32 d, t, 4; add.s64 d, d, {s.operand('logits')}; st.global.f32 [d], z;",
         f"SUMMED: {SYNC}",
     ]
 

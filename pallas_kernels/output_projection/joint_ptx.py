@@ -33,11 +33,12 @@ def program(s: Joint) -> list[str]:
     return [
         *_registers(s),
         *_start(s),
+        *_barriers(s),
+        *_ask(s, 0, box_ptx.EARLY),
         # Behind all those weights these would come last, and nothing can begin.
         *[line for n in range(_passes(s)) for line in _fetch(s, n)],
         *_load_scales(s),
-        PIN,
-        *_ask(s),
+        *_ask(s, box_ptx.EARLY, SLOTS),
         *[line for n in range(_passes(s)) for line in _keep(s, n)],
         *_store_scales(s),
         SYNC,
@@ -131,13 +132,14 @@ def _load_scales(s: Joint) -> list[str]:
     """A warp's, a group a lane and register: of the first half, then tile by tile."""
     groups = GROUPS * s.tile_boxes
     lines = [
-        f"shr.u32 i, row0, 5; mul.lo.u32 i, i, {s.k // GROUP}; shr.u32 j, column, 5;",
-        "add.u32 i, i, j; add.u32 i, i, lane; cvt.u64.u32 wide, i; add.s64 wide, wide, $2;",
+        f"mul.lo.u32 i, part, {PART // STRIP}; mad.lo.u32 i, rank, {s.strips}, i;",
+        f"add.u32 i, i, strip; mul.lo.u32 i, i, {s.k // GROUP};",
+        f"mad.lo.u32 i, kpart, {GROUPS * s.first_boxes}, i; add.u32 i, i, lane;",
+        "cvt.u64.u32 wide, i; add.s64 wide, wide, $2;",
     ]
-    for n in range(_loads(GROUPS * s.first_boxes)):
-        lines.append(
-            f"{_within(GROUPS * s.first_boxes - 32 * n)}ld.global.u8 b{n}, [wide+{32 * n}];"
-        )
+    first = GROUPS * s.first_boxes
+    for n in range(_loads(first)):
+        lines.append(f"{_within(first - 32 * n)}ld.global.u8 b{n}, [wide+{32 * n}];")
     lines += [
         f"shr.u32 i, row1, 5; {divide('e', 'lane', groups)} add.u32 i, i, e;",
         f"mul.lo.u32 i, i, {s.outputs // GROUP}; shr.u32 j, column1, 5; add.u32 i, i, j;",
@@ -169,13 +171,18 @@ def _within(count: int) -> str:
     return f"setp.lt.u32 p, lane, {count}; @p " if count < 32 else ""
 
 
-def _ask(s: Joint) -> list[str]:
-    """A warp's barriers and its first boxes."""
-    first = min(SLOTS, s.all_boxes)
-    lines = ["mov.b32 next, 0; elect.sync i|one, 0xffffffff;"]
-    lines += [f"@one mbarrier.init.shared::cta.b64 [bar+{8 * i}], 1;" for i in range(first)]
-    lines.append("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;")
-    for i in range(first):
+def _barriers(s: Joint) -> list[str]:
+    return [
+        "mov.b32 next, 0; elect.sync i|one, 0xffffffff;",
+        *[f"@one mbarrier.init.shared::cta.b64 [bar+{8 * i}], 1;" for i in range(SLOTS)],
+        "fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;",
+    ]
+
+
+def _ask(s: Joint, begin: int, end: int) -> list[str]:
+    """For some of a warp's first boxes."""
+    lines = [f"{PIN} elect.sync i|one, 0xffffffff;"]
+    for i in range(begin, min(end, s.all_boxes)):
         lines += _copy(s, f"ring+{BOX * i}", f"bar+{8 * i}", "one")
     return [*lines, PIN]
 

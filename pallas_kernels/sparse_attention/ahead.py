@@ -10,7 +10,7 @@ PIECE = 4096  # bytes that a thread asks for at once
 # Bytes of a launch. One row on an H200: attention takes 0.4 us more for it, the output projection
 # 2.0 less, as it was with weights loaded to registers
 # (``serving/baselines/nvidia-h200-kernels*.json``).
-MOST = 34 << 20
+MOST = 20 << 20
 
 
 def pieces(ahead: Sequence[Array]) -> tuple[int, ...]:

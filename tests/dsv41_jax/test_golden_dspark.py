@@ -19,7 +19,7 @@ def committed(model, ops, cache, taps, rows):
     """The draft rings after the features ``taps`` [T, 3 D] of ``rows``."""
     main_x = model.mtp[0].main_x(ops, taps[None].astype(ops.numerics.dtype))
     drafts = tuple(
-        stage.commit(ops, main_x, rows, ring)
+        stage.commit(ops, ops.linear(main_x, stage.attn.wkv()), rows, ring)
         for stage, ring in zip(model.mtp, cache.drafts, strict=True)
     )
     return replace(cache, drafts=drafts), main_x

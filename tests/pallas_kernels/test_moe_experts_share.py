@@ -1,5 +1,6 @@
 """Which block of the decode kernel takes which tiles."""
 
+import math
 from itertools import chain
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ def dealt(blocks: int, earlier: int, rounds: int, n: int) -> list[list[int]]:
 @pytest.mark.parametrize("blocks", [1, 5, 17])
 @pytest.mark.parametrize("weight", [0.3, 1, 1.49, 2.22, 3.5, 8.72])  # of an earlier tile
 def test_every_tile_is_taken_once_in_order_and_loads_are_even(blocks, weight):
-    rounds = max(1, round(weight))
+    rounds = math.ceil(weight)
     for earlier in {0, 1, 2, blocks // 2, blocks - 1, blocks, blocks + 1, 3 * blocks + 2}:
         before = weight * np.array([len(range(b, earlier, blocks)) for b in range(blocks)])
         all_taken = dealt(blocks, earlier, rounds, 9 * blocks + 3)
@@ -40,7 +41,7 @@ def test_every_tile_is_taken_once_in_order_and_loads_are_even(blocks, weight):
             assert all(tiles == sorted(tiles) for tiles in taken)
             alone = (rounds - 1) * (-earlier % blocks)
             loads = before + [len(tiles) for tiles in taken]
-            assert np.ptp(loads) <= (1.5 if n >= alone else weight) + 1e-9, (earlier, n)
+            assert np.ptp(loads) <= (1 if n >= alone else weight) + 1e-9, (earlier, n)
 
 
 def test_without_earlier_tiles_blocks_take_turns():
@@ -53,12 +54,12 @@ def test_blocks_behind_begin():
     assert dealt(5, 8, 3, 11) == [[6], [7], [8], [0, 2, 4, 9], [1, 3, 5, 10]]
 
 
-@pytest.mark.parametrize("rows,rounds", [(1, 3), (8, 2)])
-def test_rounds_are_the_nearest_number_of_down_tiles(rows, rounds):
+@pytest.mark.parametrize("rows,rounds", [(1, 4), (8, 3)])
+def test_rounds_are_no_fewer_down_tiles_than_weigh_as_much(rows, rounds):
     layout = cases.LAYOUTS[0]
     tuning = tuned(rows, layout.local, layout.width)
     s = Shape(rows, 6, layout.local, layout.hidden, layout.width, cases.LIMIT, 132, tuning)
-    assert abs(s.rounds - s.up.tile_rows / s.down.tile_rows) < 0.5 and s.rounds == rounds
+    assert 0 <= s.rounds - s.up.tile_rows / s.down.tile_rows < 1 and s.rounds == rounds
 
 
 @pytest.mark.parametrize("phases", [(True, True), (True, False), (False, True)])
@@ -97,4 +98,4 @@ def test_walks_cover_every_split_of_every_tile_once_and_evenly(phases, items, mo
         loads.append(sum(p.tile_rows for p, *_ in walked))
     assert sorted(seen) == list(range(len(every)))
     if all(phases):  # a tile of the shared expert is a little lighter
-        assert np.ptp(loads) < 1.6 * s.down.tile_rows
+        assert np.ptp(loads) < 1.1 * s.down.tile_rows
