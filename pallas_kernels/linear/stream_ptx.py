@@ -121,7 +121,7 @@ def _barriers(s: Stream) -> list[str]:
 
 def _ask(s: Stream, begin: int, end: int) -> list[str]:
     """For some of a warp's first boxes."""
-    end, label = min(end, s.boxes), f"ASKED{begin}"
+    end, label = min(end, s.boxes), f"ASKED{begin}_{end}"
     lines = [f"{PIN} elect.sync i|one, 0xffffffff; @!busy bra {label};"]
     lines.append(f"add.u32 column, column, {begin * COLUMNS};")
     for i in range(begin, end):

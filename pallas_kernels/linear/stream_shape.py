@@ -52,8 +52,6 @@ class Stream:
             raise ValueError(f"{self.strips=} must be 1 to {MOST}, {self.blocks=} of {[*AT_ONCE]}")
         if self.slots * BOX < 4 * PITCH * self.rows:
             raise ValueError(f"{self.slots=} must hold the sums of {self.rows} rows")
-        if 4 * self.words > SMEM_BYTES:
-            raise ValueError(f"{4 * self.words} bytes of shared memory must fit {SMEM_BYTES}")
 
     @property
     def blocks(self) -> int:
@@ -183,23 +181,19 @@ def launches(
         return
     if k % GROUP or any(n % STRIP for n in outputs):
         return
-    strips = sum(outputs) // STRIP
+    strips, least = sum(outputs) // STRIP, -(-4 * PITCH * rows // BOX)
     for splits, sharers in product(AT_ONCE, repeat=2):
         if (splits > 1 and COLUMNS * splits > k) or splits * sharers not in AT_ONCE:
             continue
         fewest = -(-strips // (AT_ONCE[splits * sharers] * sharers))
+        most = min(SLOTS, max(least, -(-k // (COLUMNS * splits))))
         for count in sorted({min(fewest, MOST), WARPGROUP, 2 * WARPGROUP, MOST}):
             for room in (SMEM_BYTES, SMEM_BYTES // 2):
-                slots = min(SLOTS, max(2, -(-k // (COLUMNS * splits))))
-                while slots > 0:
-                    try:
-                        s = Stream(rows, k, outputs, count, splits, slots, sharers, wide, norm)
-                    except ValueError:
-                        s = None
-                    if s is not None and 4 * s.words <= room:
+                for slots in range(most, least - 1, -1):
+                    s = Stream(rows, k, outputs, count, splits, slots, sharers, wide, norm)
+                    if 4 * s.words <= room:
                         yield s
                         break
-                    slots -= 1
 
 
 def estimate(s: Stream) -> float:

@@ -1,9 +1,10 @@
 """Time every launch that fits a matrix: ``python -m pallas_kernels.linear.sweep MATRIX...
 [--rows 1,32] [--early]``; needs an sm_90 GPU.
 
-Few rows: rows of x a block, tiles of weight rows a warp, K splits, units of weights in flight; the
-fastest is printed as an entry ``linear_few_rows`` of ``tuned/*.json``. Many rows: groups of rows of
-x a tile and K splits. ``*`` marks what the op takes.
+Up to 32 rows: strips of weight rows a block, K splits, blocks that share x. With ``--early`` or up
+to 128 rows: rows of x a block, tiles of weight rows a warp, K splits, units of weights in flight.
+The fastest is printed as an entry ``linear_streamed`` or ``linear_few_rows`` of ``tuned/*.json``.
+Many rows: groups of rows of x a tile and K splits. ``*`` marks what the op takes.
 """
 
 import argparse
@@ -15,29 +16,40 @@ from itertools import product
 
 from pallas_kernels.bench import compiled, seconds
 from pallas_kernels.dispatch import on_hopper
-from pallas_kernels.linear import broad_shape, kernel_sm90, skinny_shape
+from pallas_kernels.linear import broad_shape, kernel_sm90, skinny_shape, stream_shape
 from pallas_kernels.linear.broad_shape import Broad
 from pallas_kernels.linear.cases import MATRICES, Case, chained, timed
 from pallas_kernels.linear.skinny_shape import (
     ROWS,
-    SETTINGS,
     SMEM_BYTES,
     SPLITS,
     UNIT,
     Skinny,
 )
+from pallas_kernels.linear.stream_shape import Stream
 
 DEPTHS = (4, 6, 8, 12, 16)
 
 
-def launches(case: Case) -> list[Skinny | Broad]:
+SETTINGS = {
+    Stream: stream_shape.SETTINGS,
+    Skinny: skinny_shape.SETTINGS,
+    Broad: ("width", "splits"),
+}
+
+
+def launches(case: Case) -> list[Stream | Skinny | Broad]:
     """The op's own first."""
     if case.rows > ROWS:
         own = broad_shape.tuned(case.rows, case.k, case.outputs, False)
         others = broad_shape.launches(case.rows, case.k, case.outputs, False)
         return [own, *(s for s in others if s != own)]
-    own = skinny_shape.tuned(case.rows, case.k, case.outputs, early=case.early)
-    return [own, *(s for s in _few(own) if s != own)]
+    own = kernel_sm90.few(case.rows, case.k, case.outputs, early=case.early)
+    if isinstance(own, Stream):
+        others = stream_shape.launches(case.rows, case.k, case.outputs)
+    else:
+        others = _few(own)
+    return [own, *(s for s in dict.fromkeys(others) if s != own)]
 
 
 def _few(own: Skinny) -> Iterator[Skinny]:
@@ -49,15 +61,14 @@ def _few(own: Skinny) -> Iterator[Skinny]:
             yield replace(own, tiles=tiles, splits=splits, depth=depth)
 
 
-def microseconds(case: Case, s: Skinny | Broad) -> float:
-    make = kernel_sm90.skinny_launcher if isinstance(s, Skinny) else kernel_sm90.broad_launcher
+def microseconds(case: Case, s: Stream | Skinny | Broad) -> float:
+    make = kernel_sm90.broad_launcher if isinstance(s, Broad) else kernel_sm90.few_launcher
     problem = timed(case, chained(make(s, after=True)), 0)
     return 1e6 * seconds(problem, compiled(problem), budget_s=0.2)
 
 
-def settings(s: Skinny | Broad) -> dict[str, int]:
-    names = SETTINGS if isinstance(s, Skinny) else ("width", "splits")
-    return {name: getattr(s, name) for name in names}
+def settings(s: Stream | Skinny | Broad) -> dict[str, int]:
+    return {name: getattr(s, name) for name in SETTINGS[type(s)]}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -43,10 +43,6 @@ class Joint:
             raise ValueError(f"{self.k=} must be a multiple of {self.warps_k * COLUMNS}")
         if self.hidden % (BLOCKS * SIDES * STRIP):
             raise ValueError(f"{self.hidden=} must be a multiple of {BLOCKS * SIDES * STRIP}")
-        if 4 * WARPS // SIDES * self.rows * self.put_pitch > self.powers:
-            raise ValueError(f"sums of {self.rows=} of {self.hidden=} must fit {self.k=} inputs")
-        if 4 * self.words > SMEM_BYTES:
-            raise ValueError(f"{4 * self.words} bytes of shared memory must fit {SMEM_BYTES}")
 
     @property
     def outputs(self) -> int:
@@ -157,10 +153,21 @@ class Joint:
     def words(self) -> int:
         return (self.ring + WARPS * SLOTS * BOX) // 4
 
+    @property
+    def fits(self) -> bool:
+        """Whether there is as much shared memory, and room for sums where inputs were."""
+        sums = 4 * WARPS // SIDES * self.rows * self.put_pitch
+        return sums <= self.powers and 4 * self.words <= SMEM_BYTES
+
 
 def joint(rows: int, groups: int, rank: int, k: int, hidden: int, *, round: bool) -> Joint | None:
     """The launch for these sizes; None if the kernel has none."""
-    try:
-        return Joint(rows, groups, rank, k, hidden, round)
-    except ValueError:
-        return None
+    fits = (
+        0 < rows <= TOKENS
+        and groups * rank <= SUMMED * PART
+        and rank % PART == 0
+        and k % (COLUMNS * WARPS * STRIP * BLOCKS // PART) == 0
+        and hidden % (BLOCKS * SIDES * STRIP) == 0
+    )
+    made = Joint(rows, groups, rank, k, hidden, round) if fits else None
+    return made if made is not None and made.fits else None

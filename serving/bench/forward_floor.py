@@ -17,6 +17,10 @@ from sharding.hardware import Hardware
 from sharding.roofline import Roofline, Rows, Step
 
 _EXPERTS = re.compile(r"\.ffn\.experts\.")
+# Of the draft stages, what a step that verifies reads for their windows' rows; the stages
+# themselves read the second, too.
+_FEATURES = re.compile(r"mtp\.0\.main_proj\.")
+_WINDOWS = re.compile(r"mtp\.\d+\.attn\.wkv\.")
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Floors:
     def dispatch(self, dispatch: Dispatch) -> float:
         """Microseconds of everything that a dispatch runs."""
         layers = sum(self.layer(dispatch, index) for index in self.layers(dispatch))
-        return layers + self.ends(dispatch)
+        windows = self._windows() if dispatch.program == "verify" else 0.0
+        return layers + self.ends(dispatch) + windows
 
     def layer(self, dispatch: Dispatch, index: int) -> float:
         """Microseconds of one layer of a dispatch, Engram included."""
@@ -81,13 +86,27 @@ class Floors:
         kind = cfg.dspark_n_routed_experts, cfg.dspark_num_experts_per_tok
         share = touched(self.routing, *kind, rows, self.sets.count) / kind[0]
         total = 0.0
-        for path, value in self.sets.shapes().items():
-            if path.startswith("mtp."):
-                size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
+        for path, size in self._stages.items():
+            if not _FEATURES.match(path):
                 often = dispatch.bucket.rows if path.endswith("markov_head.head.weight") else 1
                 read = 0 if path.endswith("markov_head.embed.weight") else often
                 total += size * (share if _EXPERTS.search(path) else read)
         return total / self.machine["memory_tbps"] / 1e6
+
+    def _windows(self) -> float:
+        """Bytes of what makes the window rows of the draft stages."""
+        read = [_FEATURES, _WINDOWS]
+        total = sum(size for path, size in self._stages.items() if any(r.match(path) for r in read))
+        return total / self.machine["memory_tbps"] / 1e6
+
+    @cached_property
+    def _stages(self) -> dict[str, int]:
+        """Bytes of each parameter of the draft stages."""
+        return {
+            path: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
+            for path, value in self.sets.shapes().items()
+            if path.startswith("mtp.")
+        }
 
     @cached_property
     def _model(self) -> ShardedModel:

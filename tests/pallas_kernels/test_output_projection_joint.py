@@ -72,6 +72,17 @@ class Stream(Mapped):
             self.steps = 0  # another warp's turn
 
 
+class Turns(Stream):
+    """So short ones that blocks are done with an exchange while some warp of another still runs."""
+
+    def run(self, limit: int = 20_000_000) -> None:
+        while not all(b.done.all() for b in self.blocks):
+            b = self.blocks[self.rng.integers(len(self.blocks))]
+            self.steps = 0
+            limit -= sum(self.step(b) for _ in range(self.rng.integers(1, 60)))
+            assert limit > 0, "no end in sight"
+
+
 class Together(Stream):
     """All warps at once, the quicker machine; who waits for a barrier in shared memory looks again
     when something arrives.
@@ -102,7 +113,9 @@ class Together(Stream):
         b.waiting[b.waiting == LOOKING] = -1
 
 
-def run(s: Joint, o: np.ndarray, a: Fp8Blocks, b: Fp8Blocks, machine=Together) -> np.ndarray:
+def run(
+    s: Joint, o: np.ndarray, a: Fp8Blocks, b: Fp8Blocks, machine=Together, seed: int = 1
+) -> np.ndarray:
     memory = Guarded(1 << 23)
     planes = (np.asarray(p) for w in (a, b) for p in (w.codes, w.scales))
     counters = np.zeros(s.parts, np.int32)
@@ -115,7 +128,7 @@ def run(s: Joint, o: np.ndarray, a: Fp8Blocks, b: Fp8Blocks, machine=Together) -
     size = {"threads": THREADS, "shared": 4 * s.words, "blocks": BLOCKS}
     for part in range(s.parts):
         each = partial(lambda part, rank: [*at, 0, part, rank, FIRST, FIRST + 1], part)
-        machine(joint_ptx.program(s), memory, operands=each, seed=1, maps=maps, **size).run()
+        machine(joint_ptx.program(s), memory, operands=each, seed=seed, maps=maps, **size).run()
     assert (memory.read(at[5], counters) == BLOCKS).all()
     values = memory.read(at[6] - out.strides[0], out)
     assert (values[[0, -1]] == CANARY).all()
@@ -145,6 +158,13 @@ def test_a_row_has_the_same_bits_in_any_batch_with_warps_in_any_order(rows, roun
     alone = run(shape(1, round=round), o[-1:], a, b, machine)
     assert alone.tobytes() == both[:, -1:].tobytes()
     assert np.isnan(both[:, 0]).all() and np.isfinite(both[:, 1:]).all()
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_a_block_counts_once_all_its_warps_have_stored(seed, rng):
+    o, a, b = operands(rng, shape(7))
+    late = run(shape(7), o, a, b, Turns, seed)
+    assert late.tobytes() == run(shape(7), o, a, b).tobytes()
 
 
 @pytest.mark.parametrize("round", [False, True])

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from dsv41_jax.config import Config
+from pallas_kernels.numerics import SERVING
 from serving.bench.forward_cases import Case, Group, dispatches
 from serving.bench.forward_floor import Floors
 from serving.bench.forward_flops import matmul_tflops, share_pct, tflop
+from serving.bench.forward_model import measured_model
+from serving.bench.forward_weights import WeightSets
 from sharding.hardware import hardware
 from sharding.place import place
 
@@ -22,6 +25,18 @@ def floors():
         return Floors(sets, hardware("h200"), "random")
 
     return {"flash": of(FLASH), "tiny": of(TINY)}
+
+
+def test_window_rows_of_draft_stages_are_the_verifications():
+    """Of the release: main_proj and three wkv, a byte a weight and a scale for 1024 of them."""
+    cfg = measured_model(FLASH, "all", 1000)
+    sets = WeightSets(cfg, SERVING, place("tp1", cfg), 1, packed=True, draft=True)
+    floors = Floors(sets, hardware("h200"), "random")
+    (verify,) = dispatches(cfg, Case("v", "verify", (Group(1, 6, 8192, 5),)), 8192)
+    layers = sum(floors.layer(verify, index) for index in floors.layers(verify))
+    windows = floors.dispatch(verify) - floors.ends(verify) - layers
+    read = 5120 * (3 * 5120 + 3 * 512) * (1 + 1 / 1024)
+    assert windows == pytest.approx(read / 4.3e6, rel=1e-6)
 
 
 def counted(floors, cfg, group: Group, *, replay: bool, phase="prefill", chunk=8192) -> float:
