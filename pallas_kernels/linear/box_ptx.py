@@ -10,7 +10,6 @@ banks: row 2 (g % 4) + g / 4 is thread g's.
 """
 
 from pallas_kernels.linear.fragment_ptx import vector
-from pallas_kernels.linear.halves_ptx import BIAS, HIGHEST, MMA, SIZES, TOP
 
 STRIP = 32  # rows of a box: those of a scale, two products
 COLUMNS = 128
@@ -21,6 +20,11 @@ INPUTS = 512  # bytes of eight rows of x in a group: [row][column]
 POWERS = 32  # bytes of what undoes their powers of two
 SETS = 4  # of sums of one group
 LATE = 2  # products later they are added up: by then they are there
+MMA = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+BIAS = 127  # of an exponent
+TOP = 2 * BIAS + 15  # less the largest's exponent: that of its power of two
+SIZES = 0x7FFF7FFF  # of two bfloat16
+HIGHEST = 2 * BIAS - 1  # whose inverse is still a normal number
 EARLY = 1  # boxes that a warp asks for before x: memory has work, and x does not wait for long
 COPY = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 

@@ -65,10 +65,10 @@ def linears(
 ) -> tuple[Array, ...]:
     """``op.build_many``'s contract on an sm_90 GPU; ``ValueError`` for what ``unfit`` names.
 
-    Codes are finite; a scale above 2^7 gives infinities. Up to 32 rows, 4 if ``early``, not: one of
-    2^-127 counts as 0, and inputs below 2^-32 of the largest of their 32 columns may be off by
-    2^-40 of it. A row's bits depend on whether there are up to 32 rows and on how ``few`` (up to
-    128 rows) or ``broad_shape.tuned`` splits K for this number of rows, and on nothing else.
+    Codes are finite. A scale above 2^7 gives infinities, but not up to 32 rows unless ``early``:
+    then one of 2^-127 counts as 0, and inputs below 2^-32 of the largest of their 32 columns may be
+    off by 2^-40 of it. A row's bits depend on whether there are up to 32 rows and on how ``few``
+    (up to 128 rows) or ``broad_shape.tuned`` splits K for this number of rows, and on nothing else.
 
     ``early``, up to 128 rows: weights are read before the kernel ahead has ended. Only for weights
     that no earlier kernel of the program writes.

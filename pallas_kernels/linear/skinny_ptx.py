@@ -1,9 +1,8 @@
 """The kernel for few rows as one PTX program: weights go from memory to registers, are
-dequantised there and multiplied (``fragment_ptx``, ``halves_ptx``); a cluster adds the parts of K.
+dequantised there and multiplied (``fragment_ptx``); a cluster adds the parts of K.
 """
 
 from pallas_kernels.inline_ptx import f32
-from pallas_kernels.linear import halves_ptx
 from pallas_kernels.linear.fragment_ptx import (
     FRAGMENT,
     MEET,
@@ -37,7 +36,6 @@ def program(s: Skinny, words: str = "", cluster: str = "") -> list[str]:
     lines += [*[line for u in range(ahead) for line in _load(s, u)], PIN]
     if s.early:
         lines.append("griddepcontrol.wait; griddepcontrol.launch_dependents;")
-    lines += [halves_ptx.fence(s.units + s.tasks)] if s.halves else []
     for first in range(0, s.tasks, WARPS * _batch(s)):
         lines += _fetch(s, first) if first or s.early else []
         lines += _keep(s, first)
@@ -45,10 +43,9 @@ def program(s: Skinny, words: str = "", cluster: str = "") -> list[str]:
     if s.norm is not None:
         lines += _squares(s)
     for u in range(s.units):
-        lines += halves_ptx.unit(s, u) if s.halves else _unit(s, u)
+        lines += _unit(s, u)
         if u + ahead < s.units:
             lines += [*_load(s, u + ahead), PIN]
-    lines += halves_ptx.last(s) if s.halves else []
     return [*lines, _meet(), *_stash(s), *_sum(s)]
 
 
@@ -66,15 +63,13 @@ def _meet() -> str:
 def _registers(s: Skinny) -> list[str]:
     lines = [
         ".reg .b32 tid, lane, warp, gi, qi, row, n, block, tok0, live, column, scale, sm, xs;",
-        ".reg .b32 rank, i, j, u, e, f, at, t0, t1, t2; .reg .b64 x, wp, sp, op, wide, other;",
+        ".reg .b32 rank, i, j, u, e, f, t0, t1, t2; .reg .b64 x, wp, sp, op, wide, other;",
         f".reg .pred p, in, on<{_batch(s)}>; .reg .f32 acc<{4 * s.tiles * s.groups}>;",
         f".reg .b32 w<{8 * _batch(s)}>, to<{_batch(s)}>, v<8>, y<2>, a<{16 * s.tiles}>;",
         f".reg .f32 z<{4 * s.splits}>;",
     ]
     for u in range(s.units):
         lines.append(f".reg .b32 r{u}_<{8 * s.tiles}>, b{u};")
-    if s.halves:
-        lines.append(halves_ptx.registers(s, _batch(s)))
     if s.norm is not None:
         lines.append(
             f".reg .b64 norm; .reg .b32 g<{8 * _batch(s)}>; .reg .f32 ss, lo, hi, glo, ghi;"
@@ -115,7 +110,6 @@ def _place(s: Skinny, smem: str, cluster: str) -> list[str]:
         "add.s64 sp, sp, wide; mad.lo.u32 i, qi, 16, column; cvt.u64.u32 wide, i;",
         f"add.s64 wp, wp, wide; add.u32 row, row, gi; mul.wide.u32 wide, row, {s.k};",
         "add.s64 wp, wp, wide; mad.lo.u32 xs, lane, 16, sm;",
-        *(halves_ptx.place() if s.halves else []),
         *[f"mov.f32 acc{i}, 0f00000000;" for i in range(4 * s.tiles * s.groups)],
     ]
 
@@ -146,7 +140,7 @@ def _fetch(s: Skinny, first: int) -> list[str]:
             f"add.u32 f, warp, {first + WARPS * b}; mad.lo.u32 f, f, 8, gi;",
             f"{divide('u', 'f', rows)} mul.lo.u32 i, u, {rows}; sub.u32 i, f, i;",
             f"setp.lt.u32 p, f, {s.items}; setp.lt.and.u32 on{b}, i, live, p;",
-            *(halves_ptx.spot(b) if s.halves else _spot(s, b)),
+            *_spot(s, b),
             f"add.u32 i, tok0, i; mul.wide.u32 wide, i, {2 * s.k}; add.s64 wide, wide, x;",
             f"mad.lo.u32 j, u, {UNIT}, column; mad.lo.u32 j, qi, 16, j;",
             "mul.wide.u32 other, j, 2; add.s64 wide, wide, other;",
@@ -184,9 +178,7 @@ def _keep(s: Skinny, first: int) -> list[str]:
     lines, tasks = [], [b for b in range(_batch(s)) if first + WARPS * b < s.tasks]
     for b in tasks:
         lines += _weighed(s, b) if s.norm is not None else []
-        lines += halves_ptx.power(s, b) if s.halves else _arranged(b)
-    for b in tasks if s.halves else []:
-        lines += [halves_ptx.fence(s.units + first // WARPS + b), *halves_ptx.convert(b)]
+        lines += _arranged(b)
     return lines
 
 
@@ -218,7 +210,7 @@ def _weighed(s: Skinny, b: int) -> list[str]:
     return [
         *lines,
         f"setp.eq.and.u32 p, qi, 0, on{b}; sub.u32 i, to{b}, sm; shr.u32 e, i, 10;",
-        f"bfe.u32 i, i, 6, 3; mad.lo.u32 i, e, {s.held // s.groups}, i; mad.lo.u32 i, i, 4, sm;",
+        "bfe.u32 i, i, 6, 3; mad.lo.u32 i, e, 8, i; mad.lo.u32 i, i, 4, sm;",
         f"@p st.shared.f32 [i+{4 * s.square_words}], ss;",
     ]
 
@@ -231,13 +223,13 @@ def _squares(s: Skinny) -> list[str]:
         "mov.f32 ss, 0f00000000;",
     ]
     for u in range(s.units):
-        lines.append(f"ld.shared.f32 lo, [i+{4 * (at + u * s.held)}]; add.f32 ss, ss, lo;")
-    return [*lines, f"st.shared.f32 [i+{4 * (at + s.units * s.held)}], ss;", "SQUARES:"]
+        lines.append(f"ld.shared.f32 lo, [i+{4 * (at + u * s.tokens)}]; add.f32 ss, ss, lo;")
+    return [*lines, f"st.shared.f32 [i+{4 * (at + s.units * s.tokens)}], ss;", "SQUARES:"]
 
 
 def _normed(s: Skinny) -> list[str]:
     """The sums of row j over its size."""
-    at = 4 * (s.square_words + s.units * s.held)
+    at = 4 * (s.square_words + s.units * s.tokens)
     lines = ["mad.lo.u32 f, j, 4, sm; mov.f32 ss, 0f00000000;"]
     for r in range(s.splits):
         read = f"ld.shared.f32 lo, [f+{at}];"
@@ -275,13 +267,10 @@ def _stash(s: Skinny) -> list[str]:
         f"mad.lo.u32 i, warp, {s.warp_rows}, gi; mul.lo.u32 j, qi, {2 * s.pitch};",
         "add.u32 i, i, j; mad.lo.u32 i, i, 4, sm;",
     ]
-    guard = ""
-    if s.halves:
-        lines, guard = [*lines, *halves_ptx.join(s)], "@p "
     for n in range(4 * s.tiles * s.groups):
         m, e, i = n // (4 * s.groups), n // 4 % s.groups, n % 4
         at = 4 * ((8 * e + i % 2) * s.pitch + 16 * m + i // 2 * 8)
-        lines.append(f"{guard}st.shared.f32 [i+{at}], acc{n};")
+        lines.append(f"st.shared.f32 [i+{at}], acc{n};")
     return lines
 
 
@@ -291,7 +280,7 @@ def _sum(s: Skinny) -> list[str]:
     if s.splits > 1:
         lines = [MEET]
     vectors = s.block_rows // 4
-    for first in range(0, s.held * vectors, THREADS * s.splits):
+    for first in range(0, s.tokens * vectors, THREADS * s.splits):
         name = first // (THREADS * s.splits)
         lines += [
             f"mad.lo.u32 i, rank, {THREADS}, tid; add.u32 i, i, {first};",

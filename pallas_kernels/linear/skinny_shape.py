@@ -13,10 +13,6 @@ SMS = 132
 WARPS = 4
 THREADS = 32 * WARPS
 TOKENS = (8, 16, 32, 64)  # rows of x that a block multiplies
-# Rows that are multiplied as f16, at most: more need two products, so that wq_b in a whole step
-# takes 16.0 us for six rows and 13.3 for one, as bf16 14.4 for either
-# (serving/baselines/nvidia-h200-kernels-tried.json).
-HALVES = 4
 SPLITS = (1, 2, 4, 8)
 NORMED = 10  # tiles of a unit in flight, at most, where a norm of several loads takes registers
 UNITS = 16  # of a split, at most where 8 splits do
@@ -115,38 +111,21 @@ class Skinny:
         return -(-self.items // 8)
 
     @property
-    def halves(self) -> bool:
-        """Weights become f16 and scales multiply sums, the less work for so few rows
-        (``halves_ptx``); else both are bf16.
-        """
-        return self.rows <= HALVES
-
-    @property
     def groups(self) -> int:
         """Operands of eight columns that hold a block's rows of x."""
-        return 1 if self.halves else self.tokens // 8
-
-    @property
-    def held(self) -> int:
-        """Rows of x that a block has room for."""
-        return HALVES if self.halves else self.tokens
+        return self.tokens // 8
 
     @property
     def square_words(self) -> int:
         """The inputs of a split, later its sums: sums of squares lie behind them, those of units
         and those of all.
         """
-        return max(self.units * self.groups * FRAGMENT // 4, self.held * self.pitch)
-
-    @property
-    def power_words(self) -> int:
-        """What undoes the inputs' powers of two, [unit][column], lies behind those."""
-        return self.square_words + (0 if self.norm is None else (self.units + 1) * self.held)
+        return max(self.units * self.groups * FRAGMENT // 4, self.tokens * self.pitch)
 
     @property
     def words(self) -> int:
         """Of shared memory."""
-        return self.power_words + self.halves * self.units * 8
+        return self.square_words + (0 if self.norm is None else (self.units + 1) * self.tokens)
 
 
 @lru_cache(maxsize=256)

@@ -7,9 +7,20 @@ memory to the blocks of their part, which count each other.
 
 from pallas_kernels.inline_ptx import BARRIER
 from pallas_kernels.linear import box_ptx
-from pallas_kernels.linear.box_ptx import BOX, COLUMNS, COPY, GROUP, GROUPS, INPUTS, POWERS, STRIP
+from pallas_kernels.linear.box_ptx import (
+    BIAS,
+    BOX,
+    COLUMNS,
+    COPY,
+    GROUP,
+    GROUPS,
+    HIGHEST,
+    INPUTS,
+    POWERS,
+    STRIP,
+    TOP,
+)
 from pallas_kernels.linear.fragment_ptx import PIN, divide, vector
-from pallas_kernels.linear.halves_ptx import BIAS, HIGHEST, TOP
 from pallas_kernels.output_projection.grouped_ptx import round_outputs
 from pallas_kernels.output_projection.joint_shape import (
     BLOCKS,
