@@ -3,9 +3,10 @@
 
 def fold(values: list[str]) -> list[str]:
     """The first of up to 32 ``values``: the warp's sum of the value whose number is the lane's.
-    Each step halves the values of a lane. Every sum adds lanes in the same order. Clobbers the
-    32-bit registers a, t, lo, hi and predicate p; float32 values may be 32-bit registers.
+    Each step halves the values of a lane. Every sum adds lanes in the same order. Clobbers all
+    values, the 32-bit registers a, t, lo, hi and predicate p.
     """
+    assert len(values) <= 32
     lines, count = ["mov.b32 t, 0;"], len(values)
     for half in (16, 8, 4, 2, 1):
         lines.append(f"and.b32 a, lane, {half}; setp.ne.u32 p, a, 0;")

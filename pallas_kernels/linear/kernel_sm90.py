@@ -106,7 +106,8 @@ def normed_linears(
     early: bool = False,
 ) -> tuple[Array, ...]:
     """``op.build_normed``'s contract on an sm_90 GPU; ``ValueError`` for what ``normed_unfit``
-    names. Bits of a row and ``early`` are as of ``linears``.
+    names. Bits of a row and ``early`` are as of ``linears``; up to 32 rows the former depend also
+    on the power of two that the number of rows is rounded up to, and on all settings of ``few``.
     """
     if why := normed_unfit(x, norm, weights, numerics):
         raise ValueError(why)

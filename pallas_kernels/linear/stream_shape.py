@@ -54,6 +54,11 @@ class Stream:
             raise ValueError(f"{self.slots=} must hold the sums of {self.rows} rows")
 
     @property
+    def operands(self) -> int:
+        """Arrays of the program, in memory."""
+        return 1 + 3 * len(self.outputs) + (self.norm is not None)
+
+    @property
     def blocks(self) -> int:
         """Of a cluster."""
         return self.splits * self.sharers
@@ -175,7 +180,7 @@ def launches(
     norm: float | None = None,
 ) -> Iterator[Stream]:
     """Every number of parts and sharers with as few strips a block as all of them at once allow,
-    and in whole warpgroups.
+    and in whole warpgroups; as many slots as fit.
     """
     if not 0 < rows <= ROWS or not 0 < k <= skinny_shape.MAX_K:
         return
@@ -188,12 +193,11 @@ def launches(
         fewest = -(-strips // (AT_ONCE[splits * sharers] * sharers))
         most = min(SLOTS, max(least, -(-k // (COLUMNS * splits))))
         for count in sorted({min(fewest, MOST), WARPGROUP, 2 * WARPGROUP, MOST}):
-            for room in (SMEM_BYTES, SMEM_BYTES // 2):
-                for slots in range(most, least - 1, -1):
-                    s = Stream(rows, k, outputs, count, splits, slots, sharers, wide, norm)
-                    if 4 * s.words <= room:
-                        yield s
-                        break
+            for slots in range(most, least - 1, -1):
+                s = Stream(rows, k, outputs, count, splits, slots, sharers, wide, norm)
+                if 4 * s.words <= SMEM_BYTES:
+                    yield s
+                    break
 
 
 def estimate(s: Stream) -> float:

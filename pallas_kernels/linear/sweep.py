@@ -29,8 +29,6 @@ from pallas_kernels.linear.skinny_shape import (
 from pallas_kernels.linear.stream_shape import Stream
 
 DEPTHS = (4, 6, 8, 12, 16)
-
-
 SETTINGS = {
     Stream: stream_shape.SETTINGS,
     Skinny: skinny_shape.SETTINGS,

@@ -40,7 +40,9 @@ class Floors:
         return list(halves.get(dispatch.program, every))
 
     def dispatch(self, dispatch: Dispatch) -> float:
-        """Microseconds of everything that a dispatch runs."""
+        """Microseconds of everything that a dispatch runs, but for what a prompt's makes of window
+        rows of draft stages.
+        """
         layers = sum(self.layer(dispatch, index) for index in self.layers(dispatch))
         windows = self._windows() if dispatch.program == "verify" else 0.0
         return layers + self.ends(dispatch) + windows

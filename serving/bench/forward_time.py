@@ -17,8 +17,8 @@ _AHEAD = 2  # runs before those of a sample
 @dataclass(frozen=True)
 class Timing:
     """us: the median over samples; spread_pct: from the fastest to the slowest of them, in percent
-    of it. host_pct: share of that time in which the host was still dispatching; near 100 the host
-    is what was measured.
+    of it. host_pct: dispatch in percent of that time; near 100 and above the host is what was
+    measured.
     """
 
     us: float
@@ -33,18 +33,22 @@ class Timing:
 
 def timed(step: Callable[[], Any], *, latency: bool = False, most: int | None = None) -> Timing:
     """step() dispatches the work once and returns what to wait for. latency: wait after each run;
-    otherwise runs follow one another as an engine's steps do. most: runs in all.
+    otherwise runs follow one another as an engine's steps do. most: runs in all, a dozen at least.
+    Where the host is slower than the device, the time of one run in ``_MOST_RUNS`` may be missing.
     """
     once = 0.0
+    jax.block_until_ready(_marker())
     for _ in range(_WARM_UP):
         began = time.perf_counter()
         jax.block_until_ready(step())
         once = time.perf_counter() - began
     ahead = 0 if latency else _AHEAD
     left = 10**9 if most is None else most - _WARM_UP
-    each = left // _FEWEST - ahead
-    runs = 1 if latency else max(1, min(_MOST_RUNS, each, round(_SAMPLE_S / once)))
-    samples = max(_FEWEST, min(_SAMPLES, left // (runs + ahead), int(_BUDGET_S / once / runs)))
+    some = left // _FEWEST - ahead
+    runs = 1 if latency else max(1, min(_MOST_RUNS, some, round(_SAMPLE_S / once)))
+    samples = max(
+        _FEWEST, min(_SAMPLES, left // (runs + ahead), int(_BUDGET_S / once / (runs + ahead)))
+    )
     sample = _one if latency else _following
     times, dispatched = zip(*(sample(step, runs) for _ in range(samples)), strict=True)
     us = statistics.median(times) * 1e6
@@ -85,7 +89,7 @@ def _following(step: Callable[[], Any], runs: int) -> tuple[float, float]:
 
 @jax.jit
 def _marker() -> jax.Array:
-    """Ready when all is that was dispatched before it."""
+    """Ready when all is that was dispatched to its device before."""
     return jnp.zeros(())
 
 

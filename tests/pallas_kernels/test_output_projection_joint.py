@@ -41,9 +41,8 @@ def shape(rows: int, groups: int = 1, *, k: int = 1024, round: bool = True) -> J
     return Joint(rows, groups, 512, k, 1024, round)
 
 
-AGAIN = Joint(
-    2, 1, 1024, 3072, 3072, True
-)  # slots are used again in both halves, two parts a group
+# Slots are used again in both halves, scales are more than a warp's lanes, two parts a group.
+AGAIN = Joint(2, 1, 1024, 3072, 5120, True)
 
 
 def matrix(rng, n: int, k: int) -> Fp8Blocks:
@@ -116,7 +115,7 @@ class Together(Stream):
 def run(
     s: Joint, o: np.ndarray, a: Fp8Blocks, b: Fp8Blocks, machine=Together, seed: int = 1
 ) -> np.ndarray:
-    memory = Guarded(1 << 23)
+    memory = Guarded(1 << 24)
     planes = (np.asarray(p) for w in (a, b) for p in (w.codes, w.scales))
     counters = np.zeros(s.parts, np.int32)
     at = [memory.place(array) for array in (o, *planes, counters)]
