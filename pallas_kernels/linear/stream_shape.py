@@ -18,7 +18,8 @@ WARPGROUP = 4  # warps: blocks have one to three of them
 MOST = 3 * WARPGROUP
 SLOTS = 8  # of a warp, at most
 SMEM_BYTES = 226 * 1024
-# Clusters that run at once, by their blocks, of which each has a multiprocessor for itself.
+# Clusters that run at once, by their blocks, of which each has a multiprocessor for itself: what
+# cudaOccupancyMaxActiveClusters says of an H200.
 AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 15}
 SETTINGS = ("strips", "splits", "sharers")  # that a measurement chooses
 IN_FLIGHT = 12 * BOX  # bytes of a multiprocessor, with less it waits for memory

@@ -89,6 +89,20 @@ def close(got: np.ndarray, x: np.ndarray, w: Fp8Blocks) -> None:
     assert (np.abs(got.astype(np.float64) - want) <= bound).all()
 
 
+def norm_weight(rng, k: int) -> np.ndarray:
+    return (1 + rng.standard_normal(k) / 4).astype(BF16)
+
+
+def close_normed(got: np.ndarray, x: np.ndarray, norm: np.ndarray, eps: float, w) -> None:
+    """bf16 results: x times the norm's weight is rounded, x's size divides the sums."""
+    weighed = (x.astype(np.float32) * norm.astype(np.float32)).astype(BF16)
+    size = np.sqrt((x.astype(np.float64) ** 2).mean(axis=1) + eps)[:, None]
+    a, b = weighed.astype(np.float64) / size, np.asarray(w.dequantize(), np.float64)
+    bound = F32_REL * (np.linalg.norm(a, axis=-1)[:, None] * np.linalg.norm(b, axis=-1))
+    off = np.abs(got.astype(np.float64) - a @ b.T)
+    assert (off <= bound + 2.0**-8 * np.abs(a @ b.T)).all()
+
+
 SKINNY = (
     Skinny(1, 128, (64,), tokens=8, tiles=1, splits=1, depth=1),
     Skinny(5, 288, (96, 32), tokens=8, tiles=1, splits=2, depth=2),
@@ -120,15 +134,10 @@ NORMED = (
 def test_normed_rows_equal_float64(s, rng):
     """The norm's weight is rounded in, its size divides the sums; a row of NaN stays alone."""
     x, matrices = inputs(rng, s.rows, s.k), [weights(rng, n, s.k) for n in s.outputs]
-    norm = (1 + rng.standard_normal(s.k) / 4).astype(BF16)
-    weighed = (x.astype(np.float32) * norm.astype(np.float32)).astype(BF16)
-    size = np.sqrt((x.astype(np.float64) ** 2).mean(axis=1) + s.norm)[:, None]
+    norm = norm_weight(rng, s.k)
     whole = run_skinny(s, x, matrices, norm=norm)
     for got, w in zip(whole, matrices, strict=True):
-        a, b = weighed.astype(np.float64) / size, np.asarray(w.dequantize(), np.float64)
-        bound = F32_REL * (np.linalg.norm(a, axis=-1)[:, None] * np.linalg.norm(b, axis=-1))
-        off = np.abs(got.astype(np.float64) - a @ b.T)
-        assert (off <= bound + 2.0**-8 * np.abs(a @ b.T)).all()
+        close_normed(got, x, norm, s.norm, w)
     if s.rows in (4, 5, 8):
         x[1] = np.nan
         mixed = run_skinny(s, x, matrices, partial(Strict, seed=1), norm=norm)

@@ -16,7 +16,15 @@ from tests.pallas_kernels.ptx_machine import COLLECTIVE
 from tests.pallas_kernels.ptx_operations import OPERATIONS
 from tests.pallas_kernels.ptx_strict import Guarded
 from tests.pallas_kernels.ptx_tensor import FIRST, Map, Mapped
-from tests.pallas_kernels.test_linear_kernel import BF16, CANARY, close, inputs, weights
+from tests.pallas_kernels.test_linear_kernel import (
+    BF16,
+    CANARY,
+    close,
+    close_normed,
+    inputs,
+    norm_weight,
+    weights,
+)
 from tests.pallas_kernels.test_mhc_kernel import approximate, fused_multiply_add
 from tests.tolerances import F32_REL
 
@@ -94,15 +102,10 @@ NORMED = (
 def test_normed_rows_equal_float64(s, rng):
     """The norm's weight is rounded in, its size divides the sums; a row of NaN stays alone."""
     x, matrices = inputs(rng, s.rows, s.k), [weights(rng, n, s.k) for n in s.outputs]
-    norm = (1 + rng.standard_normal(s.k) / 4).astype(BF16)
-    weighed = (x.astype(np.float32) * norm.astype(np.float32)).astype(BF16)
-    size = np.sqrt((x.astype(np.float64) ** 2).mean(axis=1) + s.norm)[:, None]
+    norm = norm_weight(rng, s.k)
     whole = run(s, x, matrices, norm)
     for got, w in zip(whole, matrices, strict=True):
-        a, b = weighed.astype(np.float64) / size, np.asarray(w.dequantize(), np.float64)
-        bound = F32_REL * (np.linalg.norm(a, axis=-1)[:, None] * np.linalg.norm(b, axis=-1))
-        off = np.abs(got.astype(np.float64) - a @ b.T)
-        assert (off <= bound + 2.0**-8 * np.abs(a @ b.T)).all()
+        close_normed(got, x, norm, s.norm, w)
     if s.rows == 1:
         return
     x[1] = np.nan
